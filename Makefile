@@ -1,0 +1,47 @@
+# `make train` and `make test` are the two commands; each sets up all that it needs, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+INPUTS := pyproject.toml constraints.txt
+
+.PHONY: train test test-all lint bench docs-tables clean
+
+train: $(VENV)/.train
+	$(BIN)/muonloom train configs/default.toml
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.bench
+	$(BIN)/muonloom bench
+
+# torch first, from the constraints, so that the rest never pulls another build of it in.
+$(VENV)/.torch: $(INPUTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt torch
+	touch $@
+
+$(VENV)/.train: $(VENV)/.torch
+	$(PIP) install -q -c constraints.txt -e ".[train]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch
+	$(PIP) install -q -c constraints.txt -e ".[dev]"
+	touch $@ $(VENV)/.train
+
+$(VENV)/.bench: $(VENV)/.train
+	$(PIP) install -q -c constraints.txt -e ".[bench]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

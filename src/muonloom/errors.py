@@ -1,0 +1,16 @@
+"""Exceptions, and the one shape of their messages: who, got, wanted, remedy."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A configuration file that cannot be used; the message leads with the key or the path."""
+
+
+class StaleMasterError(RuntimeError):
+    """A weight was written from outside, so that its FP32 master no longer describes it."""
+
+
+def complaint(name: str, *, got: object, wanted: object, remedy: str) -> str:
+    """Return one line that leads with the parameter's (or option's) name."""
+    return f"{name}: got {got}; wanted {wanted}. {remedy}"

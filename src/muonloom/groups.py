@@ -1,0 +1,342 @@
+"""From what a caller passes as `params` to parameter groups of one algorithm each."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import warnings
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muonloom.config import check_options
+from muonloom.errors import complaint
+from muonloom.layout import BlockSpec, Layout, Rule, canonical_name
+from muonloom.math import make_recipe, muon_scale
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Where one parameter goes, and how it is cut; `spec` is None for AdamW."""
+
+    name: str
+    kind: str
+    algorithm: str
+    shape: tuple[int, ...]
+    spec: BlockSpec | None
+
+
+def named_members(group: Mapping[str, Any], first: int) -> list[tuple[str | None, Tensor]]:
+    """Return a group's parameters with their canonical names (None where none was given).
+
+    Raises:
+        TypeError: a member is neither a tensor nor a (name, tensor) pair, or only some are named.
+    """
+    members = group["params"]
+    members = [members] if isinstance(members, Tensor) else list(members)
+    names = group.get("param_names")
+    if names is not None and members and isinstance(members[0], Tensor):
+        members = list(zip(names, members, strict=True))
+    pairs: list[tuple[str | None, Tensor]] = []
+    for position, member in enumerate(members, start=first):
+        pair = member if isinstance(member, tuple) else (None, member)
+        if len(pair) != 2 or not isinstance(pair[1], Tensor):
+            raise TypeError(
+                complaint(
+                    f"params[{position}]",
+                    got=type(member).__name__,
+                    wanted="a tensor or a (name, tensor) pair",
+                    remedy="Pass model.named_parameters().",
+                )
+            )
+        pairs.append(pair)
+    if len({name is None for name, _ in pairs}) > 1:
+        raise TypeError(
+            "params: got named and unnamed parameters in one group; wanted one kind. "
+            "Pass model.named_parameters()."
+        )
+    return [(None if name is None else canonical_name(name), tensor) for name, tensor in pairs]
+
+
+def assign(
+    members: Sequence[tuple[str | None, Tensor]],
+    *,
+    layout: Layout | None,
+    algorithm: str | None,
+    first: int,
+) -> list[Assignment]:
+    """Decide for each parameter of one group which algorithm updates it.
+
+    Args:
+        members: canonical names and tensors.
+        layout: the model's layout, or None: named parameters go by their shapes.
+        algorithm: what the group asks for, or None.
+        first: the position of the first one, to name unnamed parameters in errors.
+
+    Raises:
+        ValueError: a parameter is unusable, unnamed where a name is needed, missing in the layout, of
+            another shape than there, or asked to be what it cannot be.
+    """
+    for position, (name, tensor) in enumerate(members, start=first):
+        _check_tensor(name or f"params[{position}]", tensor)
+    if any(name is None for name, _ in members):
+        return [
+            _assign_unnamed(f"params[{position}]", tensor, layout=layout, algorithm=algorithm)
+            for position, (_, tensor) in enumerate(members, start=first)
+        ]
+    explicit = layout is not None
+    if layout is None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in members if name is not None}
+        layout = Layout.from_shapes(shapes)
+    return [
+        _assign_named(str(name), tensor, layout=layout, explicit=explicit, algorithm=algorithm)
+        for name, tensor in members
+    ]
+
+
+def check_not_twice(
+    members: Sequence[tuple[str | None, Tensor]], *, known: Container[Tensor], first: int
+) -> None:
+    """Raise a ValueError that names the first parameter that is there already, or twice here."""
+    seen: set[Tensor] = set()
+    for position, (name, tensor) in enumerate(members, start=first):
+        if tensor in seen or tensor in known:
+            raise ValueError(
+                complaint(
+                    name or f"params[{position}]",
+                    got="a parameter that is in a group already",
+                    wanted="each parameter once",
+                    remedy="Take it out of one of the groups.",
+                )
+            )
+        seen.add(tensor)
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in SUPPORTED_DTYPES:
+        raise ValueError(
+            complaint(
+                name,
+                got=f"dtype {tensor.dtype}",
+                wanted="float32, bfloat16 or float16",
+                remedy="Masters are FP32: convert the parameter, or leave it to another optimizer.",
+            )
+        )
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            complaint(
+                name, got=f"{tensor.layout}", wanted="a dense tensor", remedy="Use to_dense()."
+            )
+        )
+    if type(tensor).__name__ == "DTensor" or hasattr(tensor, "device_mesh"):
+        raise ValueError(
+            complaint(
+                name,
+                got="a DTensor",
+                wanted="a local tensor",
+                remedy="Sharded parameters are not offered yet; see docs/scope.md.",
+            )
+        )
+
+
+def _assign_unnamed(
+    name: str, tensor: Tensor, *, layout: Layout | None, algorithm: str | None
+) -> Assignment:
+    shape = tuple(tensor.shape)
+    if algorithm == "adamw":
+        return Assignment(name=name, kind="unnamed", algorithm="adamw", shape=shape, spec=None)
+    if layout is None and tensor.ndim == 2:
+        spec = BlockSpec.whole()
+        return Assignment(name=name, kind="unnamed", algorithm="muon", shape=shape, spec=spec)
+    raise ValueError(
+        complaint(
+            name,
+            got=f"an unnamed parameter of shape {shape}"
+            + (" beside a layout, which goes by names" if layout is not None else ""),
+            wanted="a name, because only matrices can do without",
+            remedy="Pass model.named_parameters() instead of model.parameters().",
+        )
+    )
+
+
+def _assign_named(
+    name: str, tensor: Tensor, *, layout: Layout, explicit: bool, algorithm: str | None
+) -> Assignment:
+    rule = _find(name, tensor, layout)
+    chosen = algorithm or rule.algorithm
+    if chosen != rule.algorithm:
+        if explicit:
+            raise ValueError(
+                complaint(
+                    name,
+                    got=f"algorithm={algorithm!r} in its group",
+                    wanted=f"{rule.algorithm!r}, as the layout says ({rule.reason})",
+                    remedy="Move the parameter, or change the layout by overrides=.",
+                )
+            )
+        if chosen == "muon" and tensor.ndim < 2:
+            raise ValueError(
+                complaint(
+                    name,
+                    got=f"algorithm='muon' for shape {tuple(tensor.shape)}",
+                    wanted="a parameter with at least two dimensions",
+                    remedy="Move it to a group with algorithm='adamw'.",
+                )
+            )
+    spec = None
+    if chosen == "muon":
+        spec = rule.spec or _spec_by_rank(tensor)
+    return Assignment(name=name, kind=rule.kind, algorithm=chosen, shape=rule.shape, spec=spec)
+
+
+def _spec_by_rank(tensor: Tensor) -> BlockSpec:
+    if tensor.ndim == 2:
+        return BlockSpec.whole()
+    return BlockSpec.stacked(BlockSpec.whole()) if tensor.ndim == 3 else BlockSpec.conv()
+
+
+def _find(name: str, tensor: Tensor, layout: Layout) -> Rule:
+    shape = tuple(tensor.shape)
+    if name not in layout:
+        if tensor.ndim >= 2:
+            raise ValueError(
+                complaint(
+                    name,
+                    got=f"a parameter of shape {shape} that the layout lacks",
+                    wanted="the names of the model that the layout was made from",
+                    remedy="Make the layout from this model, or name it in overrides=.",
+                )
+            )
+        return next(iter(Layout.from_shapes({name: shape}).values()))
+    rule = layout[name]
+    if rule.shape != shape:
+        raise ValueError(
+            complaint(
+                name,
+                got=f"shape {shape}",
+                wanted=f"{rule.shape}, as in the layout",
+                remedy="Make the layout from this model; a sharded or released parameter is refused.",
+            )
+        )
+    return rule
+
+
+def split_group(
+    group: Mapping[str, Any],
+    members: Sequence[tuple[str | None, Tensor]],
+    assignments: Sequence[Assignment],
+    defaults: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Return one group for each algorithm that occurs, each with all the caller's options.
+
+    The AdamW rate is the group's `adamw_lr`, else its `lr`, else the optimizer's `adamw_lr`, else its
+    `lr`; likewise for `weight_decay`.
+    """
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    adamw_own = {key: own.pop(f"adamw_{key}", None) for key in ("lr", "weight_decay")}
+    halves = []
+    for algorithm in ("muon", "adamw"):
+        mine = [m for m, a in zip(members, assignments, strict=True) if a.algorithm == algorithm]
+        if not mine and (algorithm == "adamw" or members):
+            continue
+        half = {**own, "algorithm": algorithm}
+        named = mine and mine[0][0] is not None
+        half["params"] = mine if named else [tensor for _, tensor in mine]
+        if algorithm == "adamw":
+            for key, value in adamw_own.items():
+                fallback = defaults[f"adamw_{key}"]
+                fallback = defaults[key] if fallback is None else fallback
+                half[key] = own.get(key, fallback) if value is None else value
+        halves.append(half)
+    return halves
+
+
+def check_group(group: Mapping[str, Any], *, owner: str = "") -> None:
+    """Raise a ValueError that leads with the first bad option of a (complete) group."""
+    check_options(group, owner=owner)
+    if group.get("algorithm") == "adamw":
+        return
+    muon_scale(1, 1, group["adjust_lr_fn"])
+    make_recipe(2, 2, device_type="cpu", **recipe_options(group))
+    eps = group["eps"]
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < math.inf:
+        raise ValueError(
+            complaint(
+                owner + "eps", got=repr(eps), wanted="a finite number > 0", remedy="Change eps."
+            )
+        )
+
+
+def recipe_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of `muonloom.math.make_recipe` that a group sets."""
+    return {
+        "ns_steps": group["ns_steps"],
+        "ns_coefficients": group["ns_coefficients"],
+        "method": group["ns_method"],
+        "compute_dtype": group["ns_compute_dtype"],
+    }
+
+
+def warn_about_rates(
+    groups: Iterable[Mapping[str, Any]], assignments: Mapping[Tensor, Assignment]
+) -> None:
+    """Warn that AdamW parameters got a rate that was meant for matrices, with both update sizes."""
+    groups = list(groups)
+    matrix_groups = [group for group in groups if group["algorithm"] == "muon" and group["params"]]
+    scalar_groups = [group for group in groups if group["algorithm"] == "adamw"]
+    if not matrix_groups or not scalar_groups:
+        return
+    group = matrix_groups[0]
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return
+    tensor = max(group["params"], key=Tensor.numel)
+    spec = assignments[tensor].spec
+    assert spec is not None
+    m, n = spec.views(torch.empty(assignments[tensor].shape, device="meta"))[0].shape
+    rms = float(group["lr"]) * muon_scale(m, n, group["adjust_lr_fn"]) / math.sqrt(max(m, n, 1))
+    rate = float(scalar_groups[0]["lr"])
+    warnings.warn(
+        f"adamw_lr: not given, so AdamW parameters take lr={rate:g} of the matrices. Expected update "
+        f"RMS: {rms:.2g} for a {m}×{n} matrix (lr={float(group['lr']):g}, adjust_lr_fn="
+        f"{group['adjust_lr_fn']!r}), about {0.2 * rate:.2g} for AdamW. Give adamw_lr=, or "
+        "adjust_lr_fn='match_rms_adamw' to use one rate for both.",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def parameter_groups(
+    model: nn.Module, layout: Layout, no_decay: Sequence[str] = ("*norm*", "*bias")
+) -> list[dict[str, Any]]:
+    """Return groups of named parameters for `muonloom.Muon`: matrices, AdamW, AdamW without decay.
+
+    Args:
+        model: its trainable parameters are taken, each once (tied weights by their first name).
+        layout: says which are matrices.
+        no_decay: globs on the full name; AdamW parameters that match get ``weight_decay=0.0``.
+
+    Returns:
+        At most three groups of ``(name, parameter)`` pairs with their `algorithm`.
+
+    Raises:
+        ValueError: the layout lacks a parameter.
+    """
+    groups: dict[str, dict[str, Any]] = {
+        "muon": {"algorithm": "muon", "params": []},
+        "adamw": {"algorithm": "adamw", "params": []},
+        "no_decay": {"algorithm": "adamw", "weight_decay": 0.0, "params": []},
+    }
+    for raw, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        name = canonical_name(raw)
+        key: str = _find(name, parameter, layout).algorithm
+        if key == "adamw" and any(fnmatch.fnmatchcase(name, glob) for glob in no_decay):
+            key = "no_decay"
+        groups[key]["params"].append((name, parameter))
+    return [group for group in groups.values() if group["params"]]

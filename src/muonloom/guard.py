@@ -1,0 +1,146 @@
+"""Is this step fit to be taken? Decided from one read of the device, before anything is written."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muonloom.errors import complaint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the guard saw.
+
+    Attributes:
+        grad_norm: global L2 norm of all gradients, as the step saw them.
+        offender: name of the first parameter with a non-finite gradient, or None.
+        earlier_failure: whether the last step left a matrix whose iteration was not finite.
+    """
+
+    grad_norm: float
+    offender: str | None
+    earlier_failure: bool
+
+
+def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
+    """Return `main_grad` where present, else `grad`.
+
+    Raises:
+        ValueError: it is sparse, or not shaped as the parameter.
+    """
+    gradient: Tensor | None = getattr(parameter, "main_grad", None)
+    if gradient is None:
+        gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.layout is not torch.strided:
+        raise ValueError(
+            complaint(
+                name,
+                got=f"a gradient with {gradient.layout}",
+                wanted="a dense gradient",
+                remedy="Turn sparse=True off in the embedding.",
+            )
+        )
+    if gradient.shape != parameter.shape:
+        raise ValueError(
+            complaint(
+                name,
+                got=f"a gradient of shape {tuple(gradient.shape)}",
+                wanted=f"{tuple(parameter.shape)}, the parameter's",
+                remedy="Set .grad or .main_grad in the parameter's own shape.",
+            )
+        )
+    return gradient.detach()
+
+
+def inspect_gradients(gradients: Sequence[tuple[str, Tensor]], failure: Tensor | None) -> Verdict:
+    """Read norm, finiteness and the last step's failure flag in one host synchronization.
+
+    A finite norm proves finite gradients. A norm that is not finite is looked into: finite gradients
+    whose squares overflow FP32 are fine, and the norm is then taken in FP64.
+
+    Args:
+        gradients: names and gradients, any float dtype.
+        failure: bool scalar of the last step, or None.
+    """
+    filled = [(name, gradient) for name, gradient in gradients if gradient.numel()]
+    norm, failed = _read(filled, failure)
+    if math.isfinite(norm):
+        return Verdict(grad_norm=norm, offender=None, earlier_failure=failed)
+    offender = next((name for name, g in filled if not bool(torch.isfinite(g).all())), None)
+    if offender is None:
+        norm = math.hypot(
+            *(float(torch.linalg.vector_norm(g, dtype=torch.float64)) for _, g in filled)
+        )
+    return Verdict(grad_norm=norm, offender=offender, earlier_failure=failed)
+
+
+def _read(gradients: Sequence[tuple[str, Tensor]], failure: Tensor | None) -> tuple[float, bool]:
+    if not gradients:
+        return 0.0, failure is not None and bool(failure)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for _, gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    home = next(iter(by_device))
+    norms = [
+        norm.to(home)
+        for tensors in by_device.values()
+        for norm in torch._foreach_norm(tensors, 2.0, torch.float32)
+    ]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    flag = torch.zeros_like(total) if failure is None else failure.to(home, torch.float32)
+    norm, failed = torch.stack((total, flag)).tolist()
+    return norm, bool(failed)
+
+
+@dataclass(kw_only=True)
+class SkipPolicy:
+    """Whether a step with a non-finite gradient is left out, and how many were left out in a row."""
+
+    allowed: bool
+    most: int
+    in_a_row: int = 0
+
+    def must_skip(self, verdict: Verdict) -> bool:
+        """Count and warn where the step has to be skipped.
+
+        Raises:
+            FloatingPointError: it may not be: skipping is off, or `most` steps in a row were skipped.
+        """
+        if verdict.offender is None:
+            self.in_a_row = 0
+            return False
+        message = complaint(
+            verdict.offender,
+            got="a non-finite gradient",
+            wanted="finite gradients",
+            remedy="Nothing was written.",
+        )
+        if not self.allowed:
+            raise FloatingPointError(message)
+        if self.in_a_row >= self.most:
+            raise FloatingPointError(
+                f"{message} The {self.in_a_row} steps before it were skipped too "
+                "(max_consecutive_skips)."
+            )
+        self.in_a_row += 1
+        # The first, second, fourth, eighth, … of a run: enough to see it, too little to drown a log.
+        if self.in_a_row & (self.in_a_row - 1) == 0:
+            warnings.warn(
+                f"{message} Step skipped on rank {_rank()}, {self.in_a_row} in a row.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        return True
+
+
+def _rank() -> int:
+    group = torch.distributed
+    return group.get_rank() if group.is_available() and group.is_initialized() else 0

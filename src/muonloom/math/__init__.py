@@ -1,0 +1,40 @@
+"""Orthogonalization: coefficient tables, the two iterations, recipes, and learning-rate factors."""
+
+from muonloom.math.coefficients import (
+    COEFFICIENT_TABLES,
+    DEFAULT_COEFFICIENTS,
+    Coefficients,
+    CoefficientTable,
+    Triple,
+    expand_coefficients,
+    ns_coefficient_names,
+)
+from muonloom.math.normalize import normalize_
+from muonloom.math.orthogonalize import orthogonalize
+from muonloom.math.recipe import (
+    Recipe,
+    has_fast_bfloat16,
+    iterate,
+    make_recipe,
+    workspace_numel,
+)
+from muonloom.math.scale import ADJUST_LR_FNS, muon_scale
+
+__all__ = [
+    "ADJUST_LR_FNS",
+    "COEFFICIENT_TABLES",
+    "DEFAULT_COEFFICIENTS",
+    "CoefficientTable",
+    "Coefficients",
+    "Recipe",
+    "Triple",
+    "expand_coefficients",
+    "has_fast_bfloat16",
+    "iterate",
+    "make_recipe",
+    "muon_scale",
+    "normalize_",
+    "ns_coefficient_names",
+    "orthogonalize",
+    "workspace_numel",
+]

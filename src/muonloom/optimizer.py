@@ -1,0 +1,504 @@
+"""`Muon`: the `torch.optim.Optimizer` that composes layout, plan and engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from muonloom.binding import bind, plan_key, plan_of
+from muonloom.config import check_options
+from muonloom.engine import Bound, Engine, adamw_squares
+from muonloom.errors import complaint
+from muonloom.groups import (
+    Assignment,
+    assign,
+    check_group,
+    check_not_twice,
+    named_members,
+    split_group,
+    warn_about_rates,
+)
+from muonloom.guard import SkipPolicy, gradient_of, inspect_gradients
+from muonloom.layout import Layout
+from muonloom.masters import MasterBook
+from muonloom.plan import Plan
+from muonloom.state import aligned, ensure_state, planned_state_bytes, restored, storage_bytes
+from muonloom.telemetry import PhaseClock, StepRecord, StepReport
+
+_log = logging.getLogger("muonloom")
+
+_GROUP_ONLY = frozenset({"params", "param_names", "algorithm"})
+
+
+class Muon(Optimizer):
+    """Muon for matrices, AdamW for everything else, in one optimizer.
+
+    Each matrix ``W`` (m, n) with gradient ``G`` takes, in FP32 but for the iteration::
+
+        M = momentum·M + (1 - momentum)·G
+        U = momentum·M + (1 - momentum)·G if nesterov else M
+        X = orthogonalize(U)
+        W = W (1 - lr·weight_decay) - lr·muon_scale(m, n, adjust_lr_fn)·X
+
+    Equal matrices of all layers go through one batched Newton–Schulz call. Parameters that are not
+    FP32 get an FP32 master. A parameter without gradient is never touched. Source: K. Jordan, "Muon"
+    (2024); names and defaults are those of ``torch.optim.Muon``.
+
+    Args:
+        params: parameters, named parameters, or groups of either, each with its own options. A group
+            that holds both kinds becomes two (``group["algorithm"]`` is ``"muon"`` or ``"adamw"``).
+        layout: which matrices each parameter has; needs named parameters. Without one, named
+            parameters go by their shapes, and unnamed ones must all be 2-D.
+        lr: learning rate of the matrices, and of AdamW where nothing else is given.
+        weight_decay: decoupled, applied with `lr` alone, before the update.
+        momentum: coefficient of the moving average.
+        nesterov: whether to look ahead.
+        ns_coefficients: a triple, a sequence of triples, or a name of `ns_coefficient_names`.
+        eps: floor of the norm of a matrix after it was divided by its largest element.
+        ns_steps: iterations.
+        adjust_lr_fn: a rule of `muon_scale`.
+        adamw_lr: AdamW's rate; a group's own `adamw_lr`, then its `lr`, come first.
+        adamw_betas: decay rates of AdamW's moments.
+        adamw_eps: AdamW's denominator.
+        adamw_weight_decay: None takes `weight_decay`.
+        momentum_dtype: ``torch.float32`` or ``torch.bfloat16``; the arithmetic is FP32 always.
+        ns_method: ``"standard"``, ``"gram"`` or ``"auto"``.
+        ns_compute_dtype: None picks the fastest dtype that keeps the documented accuracy.
+        ns_batch_bytes: the most bytes of matrices, in the compute dtype, in one Newton–Schulz call.
+        idle_matrices: what a matrix whose gradient is exactly zero does: ``"update"`` by its
+            momentum, as torch does, or ``"skip"``, as if it had no gradient (experts without tokens).
+        skip_nonfinite: whether a step with a NaN or infinite gradient is left out, instead of raising.
+        max_consecutive_skips: so many steps in a row may be left out; the next one raises.
+        placement: where masters and momentum live: ``"device"``.
+
+    Raises:
+        ValueError: a bad option, or a parameter that fits neither the layout nor its group.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        layout: Layout | None = None,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Any = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        adamw_lr: float | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float | None = None,
+        momentum_dtype: torch.dtype = torch.float32,
+        ns_method: str = "auto",
+        ns_compute_dtype: torch.dtype | None = None,
+        ns_batch_bytes: int | str = "auto",
+        idle_matrices: str = "update",
+        skip_nonfinite: bool = True,
+        max_consecutive_skips: int = 20,
+        placement: str = "device",
+    ) -> None:
+        group_defaults: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "adamw_betas": adamw_betas,
+            "adamw_eps": adamw_eps,
+            "momentum_dtype": momentum_dtype,
+            "ns_method": ns_method,
+            "ns_compute_dtype": ns_compute_dtype,
+            "idle_matrices": idle_matrices,
+        }
+        self._settings: dict[str, Any] = {
+            "adamw_lr": adamw_lr,
+            "adamw_weight_decay": adamw_weight_decay,
+            "ns_batch_bytes": ns_batch_bytes,
+        }
+        check_options(
+            {
+                **self._settings,
+                "skip_nonfinite": skip_nonfinite,
+                "max_consecutive_skips": max_consecutive_skips,
+                "placement": placement,
+            }
+        )
+        check_group(group_defaults)
+        self._layout = layout
+        self._assignments: dict[Tensor, Assignment] = {}
+        self._masters = MasterBook()
+        self._rate_was_given = adamw_lr is not None
+        self._skips = SkipPolicy(allowed=skip_nonfinite, most=max_consecutive_skips)
+        self._drained = True
+        self._engine = Engine()
+        self._plan: Plan | None = None
+        self._plan_key: tuple[Any, ...] = ()
+        self._record: StepRecord | None = None
+        self._report: StepReport | None = None
+        groups = _as_groups(params)
+        super().__init__(groups or [{"params": []}], group_defaults)
+        self._announce(asked_for_any=bool(groups))
+
+    # -- parameter groups ---------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; one that holds matrices and others becomes two. One that is all frozen is dropped.
+
+        Raises:
+            ValueError: see `Muon`.
+        """
+        owner = f"param_groups[{len(self.param_groups)}]."
+        check_options({k: v for k, v in param_group.items() if k not in _GROUP_ONLY}, owner=owner)
+        check_options({"algorithm": param_group.get("algorithm", "muon")}, owner=owner)
+        first = sum(len(group["params"]) for group in self.param_groups)
+        members = named_members(param_group, first)
+        if members and not any(tensor.requires_grad for _, tensor in members):
+            _log.info("Muon: dropped a group of %d frozen parameters", len(members))
+            return
+        check_not_twice(members, known=self._assignments, first=first)
+        algorithm = param_group.get("algorithm")
+        assignments = assign(members, layout=self._layout, algorithm=algorithm, first=first)
+        self._rate_was_given |= "adamw_lr" in param_group
+        self._rate_was_given |= algorithm == "adamw" and "lr" in param_group
+        defaults = {**self.defaults, **self._settings}
+        halves = split_group(param_group, members, assignments, defaults)
+        for half in halves:
+            check_group({**self.defaults, **half}, owner=owner)
+        for half in halves:
+            super().add_param_group(half)
+        for (_, tensor), assignment in zip(members, assignments, strict=True):
+            self._assignments[tensor] = assignment
+        self._plan = None
+
+    def _announce(self, *, asked_for_any: bool) -> None:
+        plan = self._current_plan()
+        if not self._rate_was_given:
+            warn_about_rates(self.param_groups, self._assignments)
+        scalars = sum(a.algorithm == "adamw" for a in self._assignments.values())
+        if asked_for_any and scalars and plan.num_matrices == 0:
+            warnings.warn(
+                f"params: none of {scalars} parameters is a matrix, so AdamW updates all of them; "
+                "wanted at least one matrix. Use torch.optim.AdamW, or check the layout.",
+                UserWarning,
+                stacklevel=3,
+            )
+        _log.info(
+            "Muon: %d parameters -> %d matrices in %d batches; %d AdamW parameters; "
+            "state: host 0 bytes, device %d bytes",
+            len(self._assignments) - scalars,
+            plan.num_matrices,
+            plan.ns_calls,
+            scalars,
+            planned_state_bytes(self.param_groups),
+        )
+
+    # -- the step -----------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            FloatingPointError: a gradient is not finite, and may not be skipped; nothing was written.
+                Or the iteration of the step before gave non-finite numbers (see `drain`).
+            StaleMasterError: a weight was written from outside; nothing was written here.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        clock = PhaseClock(self._device())
+        clock.enter("guard")
+        for i, group in enumerate(self.param_groups):
+            check_group(group, owner=f"param_groups[{i}].")
+        plan = self._current_plan()
+        bounds = bind(self.param_groups, self._assignments, self.state)
+        verdict = inspect_gradients(
+            [(b.name, b.gradient) for b in bounds if b is not None and b.gradient is not None],
+            None if self._drained or self._record is None else self._record.failure_flag(),
+        )
+        if verdict.earlier_failure:
+            self.drain()
+        self._drained = False
+        if self._skips.must_skip(verdict):
+            skips = self._skips.in_a_row
+            self._take(
+                StepRecord(skipped=True, consecutive_skips=skips, grad_norm=verdict.grad_norm)
+            )
+            return loss
+        self._prepare(bounds)
+        record = StepRecord(grad_norm=verdict.grad_norm, clock=clock)
+        self._engine.run(bounds, record, clock)
+        clock.enter("end")
+        self._finish(plan, bounds, record)
+        return loss
+
+    def _device(self) -> torch.device:
+        tensors = (tensor for group in self.param_groups for tensor in group["params"])
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    def _prepare(self, bounds: Sequence[Bound | None]) -> None:
+        """Refuse stale weights, then make the state that is missing."""
+        present = [bound for bound in bounds if bound is not None]
+        for bound in present:
+            self._masters.check(bound.name, bound.weight, bound.state)
+        groups = {t: group for group in self.param_groups for t in group["params"]}
+        for bound in present:
+            bound.state = self.state[bound.weight]
+            self._masters.ensure(bound.weight, bound.state)
+            ensure_state(bound.weight, bound.state, groups[bound.weight])
+
+    def _finish(self, plan: Plan, bounds: Sequence[Bound | None], record: StepRecord) -> None:
+        scalars = [
+            (plan.kinds[i], bound)
+            for i, bound in enumerate(bounds)
+            if bound is not None and bound.spec is None
+        ]
+        record.adamw_squares = lambda: adamw_squares(scalars)
+        for bound in bounds:
+            if bound is not None:
+                self._masters.note(bound.weight)
+        self._take(record)
+
+    def _current_plan(self) -> Plan:
+        """Return the plan, made again where the groups or the iteration's options changed."""
+        key = plan_key(self.param_groups)
+        if self._plan is None or key != self._plan_key:
+            batch_bytes = self._settings["ns_batch_bytes"]
+            self._plan = plan_of(self.param_groups, self._assignments, ns_batch_bytes=batch_bytes)
+            self._plan_key = key
+            self._engine.load(self._plan)
+        return self._plan
+
+    # -- what the last step did ---------------------------------------------------------------------
+
+    @property
+    def last_step(self) -> StepReport:
+        """What the last step did on this rank, as plain values; empty before the first one.
+
+        Keys: `skipped`, `consecutive_skips`, `grad_norm`, `matrices` (pairs of logical shape and
+        count), `idle`, `ns_calls`, `nonfinite_updates` (names), `update_rms` (by kind of parameter,
+        learning rate included), `bytes_in`, `bytes_out`, `seconds` (by phase).
+        """
+        if self._report is None:
+            self._report = StepReport() if self._record is None else self._record.plain()
+        return self._report
+
+    def _take(self, record: StepRecord) -> None:
+        self._record, self._report = record, None
+
+    def drain(self) -> None:
+        """Wait until the last step is finished everywhere.
+
+        Raises:
+            FloatingPointError: the iteration gave a non-finite result for a matrix. That matrix kept its
+                weight, master and momentum; all others were updated.
+        """
+        undrained, self._drained = not self._drained, True
+        names = self._record.failures() if undrained and self._record is not None else []
+        if not names:
+            return
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        raise FloatingPointError(
+            complaint(
+                f"{names[0]}{more}",
+                got="a non-finite result of the Newton–Schulz iteration",
+                wanted="finite numbers from finite gradients and momentum",
+                remedy="Its weight, master and momentum were kept; other matrices were updated.",
+            )
+        )
+
+    def memory(self) -> dict[str, int]:
+        """Return bytes by place, from the storages that exist now."""
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        state = [
+            v for entry in self.state.values() for v in entry.values() if isinstance(v, Tensor)
+        ]
+        gradients = [gradient_of("gradient", tensor) for tensor in tensors]
+        return {
+            "host_state": 0,
+            "device_state": storage_bytes(state),
+            "device_slots": 0,
+            "device_workspace": self._engine.workspace_bytes,
+            "device_weights": storage_bytes(tensors),
+            "gradients": storage_bytes([g for g in gradients if g is not None]),
+        }
+
+    @contextlib.contextmanager
+    def trace(self, path: str | Path) -> Iterator[None]:
+        """Write a Chrome/Perfetto trace of what runs inside the ``with`` block to `path`."""
+        with torch.profiler.profile() as profiler:
+            yield
+        profiler.export_chrome_trace(str(path))
+
+    # -- masters ------------------------------------------------------------------------------------
+
+    def get_full_parameter_master(self, param: Tensor) -> Tensor | None:
+        """Return a copy of the complete FP32 master of `param`, on the host.
+
+        Raises:
+            ValueError: `param` is not the optimizer's.
+            RuntimeError: `drain` was not called since the last `step`.
+        """
+        assignment = self._assignment(param)
+        if not self._drained:
+            raise RuntimeError(
+                complaint(
+                    assignment.name,
+                    got="a master that a step may still write",
+                    wanted="a drained optimizer",
+                    remedy="Call drain() first.",
+                )
+            )
+        master: Tensor = self.state.get(param, {}).get("master_weight", param.detach())
+        return master.to("cpu", torch.float32, copy=True)
+
+    def refresh_masters(self, params: Iterable[Tensor] | None = None) -> None:
+        """Rebuild masters from the weights, after these were loaded from outside; momentum stays.
+
+        Args:
+            params: None for all.
+
+        Raises:
+            ValueError: one is not the optimizer's.
+        """
+        chosen = list(self._assignments) if params is None else list(params)
+        for param in chosen:
+            self._assignment(param)
+        for param in chosen:
+            if param in self.state:
+                self._masters.rebuild(param, self.state[param])
+
+    def apply_to_masters(
+        self, params: Iterable[Tensor], fn: Callable[[Tensor], Tensor | None]
+    ) -> None:
+        """Change FP32 masters and write the weights from them: for QK-clip, merges, averages.
+
+        Args:
+            params: parameters of this optimizer.
+            fn: gets a copy of each master, shaped as its parameter; changes it in place or returns another.
+
+        Raises:
+            ValueError: a parameter is not the optimizer's, or the result is misshapen or not finite.
+        """
+        self.drain()
+        chosen = list(params)
+        names = [self._assignment(param).name for param in chosen]
+        with torch.no_grad():
+            for name, param in zip(names, chosen, strict=True):
+                state = self.state.get(param, {})
+                if state:
+                    self._masters.check(name, param, state)
+                self._masters.edit(name, param, self.state[param], fn)
+
+    def _assignment(self, param: Tensor) -> Assignment:
+        if param not in self._assignments:
+            raise ValueError(
+                complaint(
+                    "param",
+                    got=f"a tensor of shape {tuple(param.shape)} that is not the optimizer's",
+                    wanted="one of its parameters",
+                    remedy="Pass the very object that the optimizer was built with.",
+                )
+            )
+        return self._assignments[param]
+
+    # -- saving -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's dictionary of state and groups, after `drain`."""
+        self.drain()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take state and group options; masters and momentum keep their dtypes.
+
+        Raises:
+            ValueError: it is of another model, arrangement or dtype, or holds non-finite state; nothing
+                was changed.
+        """
+        old = {param: dict(state) for param, state in self.state.items()}
+        pairs: list[tuple[Tensor, dict[str, Tensor]]] = []
+
+        def check(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            ordered, found = aligned(saved, self.param_groups)
+            pairs.extend(found)
+            return ordered
+
+        def restore(_: Optimizer) -> None:
+            groups = {t: group for group in self.param_groups for t in group["params"]}
+            for group in self.param_groups:
+                for key, value in self.defaults.items():
+                    group.setdefault(key, value)
+            for param, saved in pairs:
+                if saved:
+                    self.state[param] = restored(param, saved, old.get(param, {}), groups[param])
+                self._masters.doubt(param)
+
+        # As hooks, so that the caller's own hooks see and change what they would with torch.
+        with (
+            _removed_after(self.register_load_state_dict_pre_hook(check)),
+            _removed_after(self.register_load_state_dict_post_hook(restore, prepend=True)),
+        ):
+            super().load_state_dict(state_dict)
+        self._plan = None
+        self._drained = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep what `torch.optim.Optimizer` drops, but for the engine, which is made anew."""
+        kept = ("_settings", "_layout", "_assignments", "_masters", "_rate_was_given", "_skips")
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled or copied optimizer."""
+        super().__setstate__(state)
+        self._drained = True
+        self._engine, self._plan, self._plan_key = Engine(), None, ()
+        self._record, self._report = None, None
+
+
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    if isinstance(params, Tensor):
+        raise TypeError(
+            "params: got a tensor; wanted an iterable of parameters. Pass model.named_parameters()."
+        )
+    members = list(params)
+    if members and isinstance(members[0], dict):
+        return members
+    return [{"params": members}] if members else []
+
+
+@contextlib.contextmanager
+def _removed_after(handle: RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,179 @@
+"""Optimizer state: made empty, and taken from a saved dictionary without losing its precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonloom.errors import complaint
+
+State = dict[str, Tensor]
+
+# Saved tensors that may not carry NaN or infinity into a run.
+_MUST_BE_FINITE = ("master_weight", "momentum_buffer")
+
+
+def ensure_state(parameter: Tensor, state: State, group: Mapping[str, Any]) -> None:
+    """Add what is missing of the state of `parameter`, as zeros."""
+    for key, dtype in state_dtypes(parameter, group).items():
+        if key in state or key == "master_weight":
+            continue
+        if key == "step":
+            state[key] = torch.zeros((), dtype=dtype, device=parameter.device)
+        else:
+            state[key] = torch.zeros_like(
+                parameter, dtype=dtype, memory_format=torch.preserve_format
+            ).detach()
+
+
+def state_dtypes(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """Return the keys that the state of `parameter` has, with their dtypes."""
+    if group["algorithm"] == "muon":
+        dtypes = {"momentum_buffer": group["momentum_dtype"]}
+    else:
+        dtypes = dict.fromkeys(("exp_avg", "exp_avg_sq", "step"), torch.float32)
+    if parameter.dtype != torch.float32:
+        dtypes["master_weight"] = torch.float32
+    return dtypes
+
+
+def aligned(
+    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[tuple[Tensor, State]]]:
+    """Order a saved dictionary as `groups` are, by name where both sides have names.
+
+    Returns:
+        The dictionary in that order, and each parameter with its saved state.
+
+    Raises:
+        ValueError: other groups, names, algorithms, keys or shapes, or a non-finite value; nothing
+            was changed.
+    """
+    saved_groups = saved["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            complaint(
+                "param_groups",
+                got=f"{len(saved_groups)} saved groups",
+                wanted=f"{len(groups)}, as this optimizer has",
+                remedy="Build the optimizer with the same groups.",
+            )
+        )
+    ordered, pairs = [], []
+    for i, (theirs, ours) in enumerate(zip(saved_groups, groups, strict=True)):
+        ids, names = _ordered_ids(f"param_groups[{i}]", theirs, ours)
+        entry = {**theirs, "params": ids}
+        if "param_names" in theirs:
+            entry["param_names"] = names
+        ordered.append(entry)
+        for saved_id, name, parameter in zip(ids, names, ours["params"], strict=True):
+            state = saved["state"].get(saved_id, {})
+            _check_state(name, parameter, state, {**ours, **entry, "params": None})
+            pairs.append((parameter, state))
+    return {**saved, "param_groups": ordered}, pairs
+
+
+def _ordered_ids(
+    owner: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]
+) -> tuple[list[Any], list[str]]:
+    ids = list(theirs["params"])
+    if theirs.get("algorithm") != ours["algorithm"]:
+        raise ValueError(
+            complaint(
+                f"{owner}.algorithm",
+                got=repr(theirs.get("algorithm")),
+                wanted=repr(ours["algorithm"]),
+                remedy="Build the optimizer with the layout that it was saved with.",
+            )
+        )
+    if len(ids) != len(ours["params"]):
+        raise ValueError(
+            complaint(
+                owner,
+                got=f"{len(ids)} saved parameters",
+                wanted=str(len(ours["params"])),
+                remedy="Build the optimizer for the model that it was saved with.",
+            )
+        )
+    saved_names, names = theirs.get("param_names"), ours.get("param_names")
+    if saved_names is None or names is None:
+        return ids, [f"{owner}.params[{i}]" for i in range(len(ids))]
+    if set(saved_names) != set(names):
+        odd = sorted(set(saved_names) ^ set(names))[0]
+        raise ValueError(
+            complaint(
+                odd,
+                got="a parameter on one side only",
+                wanted="the same names in the saved group and in this one",
+                remedy="Build the optimizer for the model that it was saved with.",
+            )
+        )
+    by_name = dict(zip(saved_names, ids, strict=True))
+    return [by_name[name] for name in names], list(names)
+
+
+def _check_state(
+    name: str, parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
+) -> None:
+    known = state_dtypes(parameter, group)
+    for key, value in state.items():
+        shape = () if key == "step" else tuple(parameter.shape)
+        if key not in known or not isinstance(value, Tensor) or tuple(value.shape) != shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                complaint(
+                    name,
+                    got=f"saved {key} {got}",
+                    wanted=f"{sorted(known)} of shape {tuple(parameter.shape)}"
+                    + ("" if key in known else f" for a {parameter.dtype} parameter"),
+                    remedy="Load the state of this very model.",
+                )
+            )
+        if key in _MUST_BE_FINITE and not bool(torch.isfinite(value).all()):
+            raise ValueError(
+                complaint(
+                    name,
+                    got=f"a non-finite value in saved {key}",
+                    wanted="finite state",
+                    remedy="Go back to an earlier checkpoint.",
+                )
+            )
+
+
+def restored(
+    parameter: Tensor, saved: Mapping[str, Any], old: State, group: Mapping[str, Any]
+) -> State:
+    """Return the state in its own dtypes, in `old`'s tensors where they fit.
+
+    ``Optimizer.load_state_dict`` casts state to the parameter's dtype, which would round masters.
+    """
+    state: State = {}
+    for key, dtype in state_dtypes(parameter, group).items():
+        if key not in saved:
+            continue
+        target = old.get(key)
+        if target is None or target.dtype != dtype or target.device != parameter.device:
+            like = parameter.new_empty(()) if key == "step" else parameter
+            target = torch.empty_like(like, dtype=dtype, memory_format=torch.preserve_format)
+            target = target.detach()
+        state[key] = target.copy_(saved[key])
+    return state
+
+
+def planned_state_bytes(groups: Iterable[Mapping[str, Any]]) -> int:
+    """Return the bytes of state once every parameter has had a gradient."""
+    return sum(
+        dtype.itemsize * (1 if key == "step" else tensor.numel())
+        for group in groups
+        for tensor in group["params"]
+        for key, dtype in state_dtypes(tensor, group).items()
+    )
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of all distinct storages behind `tensors`."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

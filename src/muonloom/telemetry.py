@@ -1,0 +1,172 @@
+"""What a step did: recorded as device tensors, turned into plain numbers only when somebody reads it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# By kind of parameter: the sum of squares of its update, and its number of elements.
+Squares = dict[str, tuple[float, int]]
+
+
+class StepReport(dict[str, Any]):
+    """Plain values by name, also as attributes: ``report.skipped`` is ``report["skipped"]``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class PhaseClock:
+    """Seconds by phase: wall time on the CPU, device events elsewhere (read without stalling the step)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, Any]] = []
+
+    def enter(self, phase: str) -> None:
+        """End the phase that runs, and begin `phase`."""
+        if self._marks and self._marks[-1][0] == phase:
+            return
+        self._marks.append((phase, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the sum of each phase. On an accelerator this waits for the recorded events."""
+        totals: dict[str, float] = {}
+        for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            totals[phase] = totals.get(phase, 0.0) + self._between(begin, end)
+        totals.pop("end", None)
+        return totals
+
+    def _now(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        if self._device.type == "cpu":
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixRun:
+    """A run of matrices of one parameter in a batch: slice ``offset:offset+count`` of its tensors."""
+
+    name: str
+    kind: str
+    shape: tuple[int, int]
+    offset: int
+    count: int
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRecord:
+    """One Newton–Schulz call.
+
+    Attributes:
+        runs: which parameters its matrices came from.
+        norms: Frobenius norms of the results, FP32, one a matrix.
+        written: bool, one a matrix: whether its update was applied.
+        finite: bool, one a matrix: whether the iteration gave finite numbers.
+        idle: bool, one a matrix: whether the gradient was exactly zero.
+    """
+
+    runs: tuple[MatrixRun, ...]
+    norms: Tensor
+    written: Tensor
+    finite: Tensor
+    idle: Tensor
+
+
+@dataclass(kw_only=True)
+class StepRecord:
+    """All that `Muon.last_step` tells, before it is read."""
+
+    skipped: bool = False
+    consecutive_skips: int = 0
+    grad_norm: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    batches: list[BatchRecord] = field(default_factory=list)
+    adamw_squares: Callable[[], Squares] = dict
+    clock: PhaseClock | None = None
+
+    def plain(self) -> StepReport:
+        """Return numbers, strings, lists and dicts only, so that ``json.dumps`` works."""
+        matrices: dict[tuple[int, int], int] = {}
+        for batch in self.batches:
+            for run in batch.runs:
+                matrices[run.shape] = matrices.get(run.shape, 0) + run.count
+        return StepReport(
+            skipped=self.skipped,
+            consecutive_skips=self.consecutive_skips,
+            grad_norm=self.grad_norm,
+            matrices=[[list(shape), count] for shape, count in matrices.items()],
+            idle=sum(self._count(batch, batch.idle) for batch in self.batches),
+            ns_calls=len(self.batches),
+            nonfinite_updates=self.failures(),
+            update_rms=self._update_rms(),
+            bytes_in=self.bytes_in,
+            bytes_out=self.bytes_out,
+            seconds=self.clock.seconds() if self.clock is not None else {},
+        )
+
+    def failures(self) -> list[str]:
+        """Names of parameters with a matrix for which the iteration gave a non-finite result."""
+        names: list[str] = []
+        for batch in self.batches:
+            finite = batch.finite.tolist()
+            names += [
+                run.name
+                for run in batch.runs
+                if not all(finite[run.offset : run.offset + run.count])
+            ]
+        return sorted(set(names))
+
+    def failure_flag(self) -> Tensor | None:
+        """Return a bool scalar on the device that is True where `failures` is not empty."""
+        if not self.batches:
+            return None
+        device = self.batches[0].finite.device
+        flags = [(~batch.finite).any().to(device) for batch in self.batches]
+        return torch.stack(flags).any()
+
+    @staticmethod
+    def _count(batch: BatchRecord, flags: Tensor) -> int:
+        values = flags.tolist()
+        return sum(sum(values[run.offset : run.offset + run.count]) for run in batch.runs)
+
+    def _update_rms(self) -> dict[str, float]:
+        """RMS of the applied update, decay not included: of each kind, of all Muon, of all AdamW."""
+        by_algorithm = {"muon": self._muon_squares(), "adamw": self.adamw_squares()}
+        totals: Squares = {}
+        for algorithm, squares in by_algorithm.items():
+            for kind, (square, numel) in squares.items():
+                for key in (algorithm, kind):
+                    old_square, old_numel = totals.get(key, (0.0, 0))
+                    totals[key] = (old_square + square, old_numel + numel)
+        return {key: math.sqrt(square / numel) for key, (square, numel) in totals.items() if numel}
+
+    def _muon_squares(self) -> Squares:
+        squares: Squares = {}
+        for batch in self.batches:
+            norms = torch.where(batch.written, batch.norms, torch.zeros_like(batch.norms)).tolist()
+            for run in batch.runs:
+                square, numel = squares.get(run.kind, (0.0, 0))
+                part = norms[run.offset : run.offset + run.count]
+                square += run.factor**2 * sum(norm * norm for norm in part)
+                squares[run.kind] = (square, numel + run.count * math.prod(run.shape))
+        return squares

@@ -1,0 +1,67 @@
+"""The reusable device memory of a step: one aligned allocation a device, cut into what a batch needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from muonloom.plan import Batch, Plan
+
+# GEMM inputs start at this, in every placement: libraries choose kernels by alignment.
+_ALIGNMENT = 256
+
+
+class Workspace:
+    """Buffers for one plan on one device, allocated once and overwritten by every batch."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._device = device
+        batches = [batch for batch in plan.batches if batch.device == device]
+        self._x_bytes = _padded(max((batch.x_bytes for batch in batches), default=0))
+        scratch = max(
+            (b.scratch_numel * b.recipe.compute_dtype.itemsize for b in batches), default=0
+        )
+        self._unit_bytes = _padded(4 * plan.unit_numel)
+        self._scratch_bytes = _padded(scratch)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are really allocated."""
+        return self._buffer.untyped_storage().nbytes()
+
+    def release(self) -> None:
+        """Give the allocation back; the next use makes it again."""
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+
+    def x(self, batch: Batch) -> Tensor:
+        """Return the (count, rows, columns) matrices of `batch`, in its compute dtype."""
+        flat = self._cut(0, batch.numel, batch.recipe.compute_dtype)
+        return flat.view(batch.count, batch.rows, batch.columns)
+
+    def scratch(self, batch: Batch) -> Tensor:
+        """Return the iteration's scratch, 1-D in `batch`'s compute dtype."""
+        return self._cut(self._x_bytes, batch.scratch_numel, batch.recipe.compute_dtype)
+
+    def fp32(self, index: int, shape: Sequence[int]) -> Tensor:
+        """Return FP32 unit buffer `index` (0 or 1) in `shape`."""
+        start = self._x_bytes + self._scratch_bytes + index * self._unit_bytes
+        return self._cut(start, math.prod(shape), torch.float32).view(shape)
+
+    def _cut(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        if self._buffer.numel() == 0:
+            self._allocate()
+        return self._buffer[start : start + numel * dtype.itemsize].view(dtype)
+
+    def _allocate(self) -> None:
+        total = self._x_bytes + self._scratch_bytes + 2 * self._unit_bytes
+        raw = torch.empty(total + _ALIGNMENT, dtype=torch.uint8, device=self._device)
+        offset = -raw.data_ptr() % _ALIGNMENT
+        self._buffer = raw[offset : offset + total]
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
