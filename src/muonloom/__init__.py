@@ -2,7 +2,7 @@
 
 from muonloom.errors import ConfigError, StaleMasterError
 from muonloom.groups import parameter_groups
-from muonloom.layout import BlockSpec, Layout
+from muonloom.layout import BlockSpec, Layout, register_family
 from muonloom.math import muon_scale, ns_coefficient_names, orthogonalize
 from muonloom.optimizer import Muon
 
@@ -19,4 +19,5 @@ __all__ = [
     "ns_coefficient_names",
     "orthogonalize",
     "parameter_groups",
+    "register_family",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,11 +12,32 @@ from torch import Tensor
 from muonloom.config import AdamWOptions, MuonOptions
 from muonloom.engine import Bound
 from muonloom.errors import complaint
-from muonloom.groups import Assignment, recipe_options
-from muonloom.guard import gradient_of
+from muonloom.groups import Assignment, rate_warning, recipe_options
+from muonloom.guard import Verdict, gradient_of
 from muonloom.plan import MatrixEntry, Plan, ScalarEntry, build_plan
+from muonloom.state import planned_state_bytes
+
+_log = logging.getLogger("muonloom")
 
 Groups = Sequence[Mapping[str, Any]]
+
+
+def known(assignments: Mapping[Tensor, Assignment], tensor: Tensor) -> Assignment:
+    """Return what was decided for `tensor` when it was added.
+
+    Raises:
+        ValueError: it never was: somebody else put it into a group.
+    """
+    if tensor not in assignments:
+        raise ValueError(
+            complaint(
+                "params",
+                got=f"a tensor of shape {tuple(tensor.shape)} that was not added to the optimizer",
+                wanted="the parameters that it was built with",
+                remedy="Use add_param_group(), or build the optimizer after the model was wrapped.",
+            )
+        )
+    return assignments[tensor]
 
 
 def plan_key(groups: Groups) -> tuple[Any, ...]:
@@ -33,7 +56,7 @@ def plan_of(
     scalars: list[ScalarEntry] = []
     pairs = [(g, tensor) for g, group in enumerate(groups) for tensor in group["params"]]
     for index, (g, tensor) in enumerate(pairs):
-        assignment = assignments[tensor]
+        assignment = known(assignments, tensor)
         if assignment.spec is None:
             scalars.append(
                 ScalarEntry(
@@ -79,7 +102,7 @@ def bind(
         options: MuonOptions | AdamWOptions
         options = (MuonOptions if group["algorithm"] == "muon" else AdamWOptions).of(group)
         for tensor in group["params"]:
-            assignment = assignments[tensor]
+            assignment = known(assignments, tensor)
             gradient = gradient_of(assignment.name, tensor)
             if gradient is None:
                 bounds.append(None)
@@ -104,3 +127,48 @@ def bind(
                 )
             )
     return bounds
+
+
+def only_makes_state(verdict: Verdict, bounds: Sequence[Bound | None]) -> bool:
+    """Whether this is the step by which torch.distributed.checkpoint has state made.
+
+    It steps over zero gradients with a zero rate, and nothing may come of it: not even AdamW's
+    counters may move.
+    """
+    present = [bound for bound in bounds if bound is not None]
+    return (
+        verdict.grad_norm == 0
+        and all(bound.options.lr == 0 for bound in present)
+        and not any(b.gradient is not None and bool(b.gradient.any()) for b in present)
+    )
+
+
+def announce(
+    groups: Groups, assignments: Mapping[Tensor, Assignment], plan: Plan, *, warn: bool
+) -> None:
+    """Log what was built in one line; warn of AdamW parameters that were probably not meant so.
+
+    Args:
+        groups: the optimizer's groups.
+        assignments: what was decided for each parameter.
+        plan: of a whole step.
+        warn: whether nobody gave AdamW a rate of its own.
+    """
+    scalars = sum(assignment.algorithm == "adamw" for assignment in assignments.values())
+    warning = rate_warning(groups, assignments) if warn else None
+    if scalars and scalars == len(assignments):
+        warning = (
+            f"params: none of {scalars} parameters is a matrix, so AdamW updates all of them; "
+            "wanted at least one matrix. Use torch.optim.AdamW, or check the layout."
+        )
+    if warning is not None:
+        warnings.warn(warning, UserWarning, stacklevel=4)
+    _log.info(
+        "Muon: %d parameters -> %d matrices in %d batches; %d AdamW parameters; "
+        "state: host 0 bytes, device %d bytes",
+        len(assignments) - scalars,
+        plan.num_matrices,
+        plan.ns_calls,
+        scalars,
+        planned_state_bytes(groups),
+    )

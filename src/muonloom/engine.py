@@ -19,6 +19,9 @@ from muonloom.workspace import Workspace
 
 _RMS_CHUNK = 1 << 22
 
+# AdamW squares gradients in FP32; up to this the second moment and the moving averages stay finite.
+_LARGEST_SQUARABLE = 1e19
+
 
 @dataclass(kw_only=True)
 class Bound:
@@ -50,7 +53,7 @@ class Bound:
 class _Views:
     """A Muon parameter's long-lived tensors, cut as its block spec says."""
 
-    pointers: tuple[int, ...]
+    places: tuple[tuple[int, tuple[int, ...]], ...]
     master: list[MatrixView]
     momentum: list[MatrixView]
     weight: list[MatrixView] | None
@@ -114,12 +117,12 @@ class Engine:
     def views(self, index: int, bound: Bound) -> _Views:
         """Return the views of a parameter's long-lived tensors, made again where a storage moved."""
         master, momentum, weight = bound.master, bound.state["momentum_buffer"], bound.weight
-        pointers = (master.data_ptr(), momentum.data_ptr(), weight.data_ptr())
+        places = tuple((t.data_ptr(), t.stride()) for t in (master, momentum, weight))
         cached = self._views.get(index)
-        if cached is None or cached.pointers != pointers:
+        if cached is None or cached.places != places:
             assert bound.spec is not None
             cached = _Views(
-                pointers,
+                places,
                 flat_views(bound.spec, master),
                 flat_views(bound.spec, momentum),
                 None if master is weight else flat_views(bound.spec, weight),
@@ -198,7 +201,9 @@ class _Step:
             out=workspace.fp32(0, gradient.shape),
             scratch=workspace.fp32(1, gradient.shape),
         )
-        normalize_(direction.view(x.shape), eps=batch.eps, out=x)
+        normalize_(
+            direction.view(x.shape), eps=batch.eps, out=x, like_torch=batch.recipe.like_torch
+        )
         largest = torch.linalg.vector_norm(
             gradient, math.inf, dim=_matrix_dims(gradient, unit), dtype=torch.float32
         )
@@ -285,7 +290,7 @@ class _Step:
         masters = [_flat(b.master, cut) for b, cut in zip(bounds, cuts, strict=True)]
         adamw_(
             masters,
-            [_fp32_gradient(b, cut) for b, cut in zip(bounds, cuts, strict=True)],
+            [self._fp32_gradient(b, cut) for b, cut in zip(bounds, cuts, strict=True)],
             [_flat(b.state["exp_avg"], cut) for b, cut in zip(bounds, cuts, strict=True)],
             [_flat(b.state["exp_avg_sq"], cut) for b, cut in zip(bounds, cuts, strict=True)],
             # Only a parameter's last span moves its own counter; the others count on a copy.
@@ -301,6 +306,16 @@ class _Step:
         for bound, cut, master in zip(bounds, cuts, masters, strict=True):
             if bound.master is not bound.weight:
                 _flat(bound.weight, cut).copy_(master)
+
+    def _fp32_gradient(self, bound: Bound, cut: slice) -> Tensor:
+        gradient, master = bound.gradient, bound.master
+        assert gradient is not None
+        if gradient.stride() != master.stride():
+            gradient = torch.empty_like(master).copy_(gradient)
+        flat = _flat(gradient, cut).to(torch.float32)
+        # No element passes the global norm, so the clamp is reached only where squares would overflow.
+        fits = self._record.grad_norm <= _LARGEST_SQUARABLE
+        return flat if fits else flat.clamp(-_LARGEST_SQUARABLE, _LARGEST_SQUARABLE)
 
 
 def _cut(views: Sequence[MatrixView], unit: Unit) -> Tensor:
@@ -321,15 +336,6 @@ def _keep_shape(tensor: Tensor, unit: Unit) -> list[int]:
 def _flat(tensor: Tensor, cut: slice) -> Tensor:
     """Elements `cut` of a contiguous tensor; a strided one is never cut (the plan sees to it)."""
     return tensor.view(-1)[cut] if tensor.is_contiguous() else tensor
-
-
-def _fp32_gradient(bound: Bound, cut: slice) -> Tensor:
-    gradient = bound.gradient
-    assert gradient is not None
-    master = bound.master
-    if gradient.stride() != master.stride():
-        gradient = torch.empty_like(master).copy_(gradient)
-    return _flat(gradient, cut).to(torch.float32)
 
 
 def adamw_squares(bounds: Sequence[tuple[str, Bound]]) -> Squares:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +90,7 @@ def assign(
         ]
     explicit = layout is not None
     if layout is None:
-        shapes = {name: tuple(tensor.shape) for name, tensor in members if name is not None}
+        shapes = {name: _known_shape(name, t) for name, t in members if name is not None}
         layout = Layout.from_shapes(shapes)
     return [
         _assign_named(str(name), tensor, layout=layout, explicit=explicit, algorithm=algorithm)
@@ -99,22 +98,38 @@ def assign(
     ]
 
 
+def _known_shape(name: str, tensor: Tensor) -> tuple[int, ...]:
+    if tuple(tensor.shape) != (0,):
+        return tuple(tensor.shape)
+    raise ValueError(
+        complaint(
+            name,
+            got="shape (0,), which may stand for a sharded or released parameter",
+            wanted="its logical shape",
+            remedy="Pass a layout= made from the whole model.",
+        )
+    )
+
+
 def check_not_twice(
-    members: Sequence[tuple[str | None, Tensor]], *, known: Container[Tensor], first: int
+    members: Sequence[tuple[str | None, Tensor]], *, known: Mapping[Tensor, Assignment], first: int
 ) -> None:
     """Raise a ValueError that names the first parameter that is there already, or twice here."""
-    seen: set[Tensor] = set()
+    seen: set[Tensor | str] = set()
+    names = {assignment.name for assignment in known.values()}
     for position, (name, tensor) in enumerate(members, start=first):
-        if tensor in seen or tensor in known:
+        if tensor in seen or tensor in known or name in seen or name in names:
             raise ValueError(
                 complaint(
                     name or f"params[{position}]",
-                    got="a parameter that is in a group already",
+                    got="a parameter (or its name) that is in a group already",
                     wanted="each parameter once",
                     remedy="Take it out of one of the groups.",
                 )
             )
         seen.add(tensor)
+        if name is not None:
+            seen.add(name)
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
@@ -242,10 +257,10 @@ def split_group(
     halves = []
     for algorithm in ("muon", "adamw"):
         mine = [m for m, a in zip(members, assignments, strict=True) if a.algorithm == algorithm]
-        if not mine and (algorithm == "adamw" or members):
+        if not mine:
             continue
         half = {**own, "algorithm": algorithm}
-        named = mine and mine[0][0] is not None
+        named = mine[0][0] is not None
         half["params"] = mine if named else [tensor for _, tensor in mine]
         if algorithm == "adamw":
             for key, value in adamw_own.items():
@@ -282,31 +297,29 @@ def recipe_options(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def warn_about_rates(
+def rate_warning(
     groups: Iterable[Mapping[str, Any]], assignments: Mapping[Tensor, Assignment]
-) -> None:
-    """Warn that AdamW parameters got a rate that was meant for matrices, with both update sizes."""
+) -> str | None:
+    """Return a line on AdamW parameters that got a rate meant for matrices, with both update sizes."""
     groups = list(groups)
-    matrix_groups = [group for group in groups if group["algorithm"] == "muon" and group["params"]]
+    matrix_groups = [group for group in groups if group["algorithm"] == "muon"]
     scalar_groups = [group for group in groups if group["algorithm"] == "adamw"]
     if not matrix_groups or not scalar_groups:
-        return
+        return None
     group = matrix_groups[0]
     if group["adjust_lr_fn"] == "match_rms_adamw":
-        return
+        return None
     tensor = max(group["params"], key=Tensor.numel)
     spec = assignments[tensor].spec
     assert spec is not None
     m, n = spec.views(torch.empty(assignments[tensor].shape, device="meta"))[0].shape
     rms = float(group["lr"]) * muon_scale(m, n, group["adjust_lr_fn"]) / math.sqrt(max(m, n, 1))
     rate = float(scalar_groups[0]["lr"])
-    warnings.warn(
+    return (
         f"adamw_lr: not given, so AdamW parameters take lr={rate:g} of the matrices. Expected update "
         f"RMS: {rms:.2g} for a {m}×{n} matrix (lr={float(group['lr']):g}, adjust_lr_fn="
         f"{group['adjust_lr_fn']!r}), about {0.2 * rate:.2g} for AdamW. Give adamw_lr=, or "
-        "adjust_lr_fn='match_rms_adamw' to use one rate for both.",
-        UserWarning,
-        stacklevel=4,
+        "adjust_lr_fn='match_rms_adamw' to use one rate for both."
     )
 
 

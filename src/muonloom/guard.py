@@ -21,11 +21,13 @@ class Verdict:
         grad_norm: global L2 norm of all gradients, as the step saw them.
         offender: name of the first parameter with a non-finite gradient, or None.
         earlier_failure: whether the last step left a matrix whose iteration was not finite.
+        weights_moved: whether weights seem to have been written from outside.
     """
 
     grad_norm: float
     offender: str | None
     earlier_failure: bool
+    weights_moved: bool
 
 
 def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
@@ -39,13 +41,13 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad
     if gradient is None:
         return None
-    if gradient.layout is not torch.strided:
+    if gradient.layout is not torch.strided or not gradient.is_floating_point():
         raise ValueError(
             complaint(
                 name,
-                got=f"a gradient with {gradient.layout}",
-                wanted="a dense gradient",
-                remedy="Turn sparse=True off in the embedding.",
+                got=f"a gradient of {gradient.dtype} with {gradient.layout}",
+                wanted="a dense gradient of a float dtype",
+                remedy="Turn sparse=True off in the embedding, and keep main_grad in FP32 or BF16.",
             )
         )
     if gradient.shape != parameter.shape:
@@ -60,7 +62,9 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
     return gradient.detach()
 
 
-def inspect_gradients(gradients: Sequence[tuple[str, Tensor]], failure: Tensor | None) -> Verdict:
+def inspect_gradients(
+    gradients: Sequence[tuple[str, Tensor]], *, failure: Tensor | None, moved: Tensor | None
+) -> Verdict:
     """Read norm, finiteness and the last step's failure flag in one host synchronization.
 
     A finite norm proves finite gradients. A norm that is not finite is looked into: finite gradients
@@ -69,35 +73,38 @@ def inspect_gradients(gradients: Sequence[tuple[str, Tensor]], failure: Tensor |
     Args:
         gradients: names and gradients, any float dtype.
         failure: bool scalar of the last step, or None.
+        moved: bool scalar for `Verdict.weights_moved`, or None.
     """
     filled = [(name, gradient) for name, gradient in gradients if gradient.numel()]
-    norm, failed = _read(filled, failure)
-    if math.isfinite(norm):
-        return Verdict(grad_norm=norm, offender=None, earlier_failure=failed)
-    offender = next((name for name, g in filled if not bool(torch.isfinite(g).all())), None)
-    if offender is None:
+    norm, failed, stale = _read([gradient for _, gradient in filled], (failure, moved))
+    offender = None
+    if not math.isfinite(norm):
+        offender = next((name for name, g in filled if not bool(torch.isfinite(g).all())), None)
+    if not math.isfinite(norm) and offender is None:
         norm = math.hypot(
             *(float(torch.linalg.vector_norm(g, dtype=torch.float64)) for _, g in filled)
         )
-    return Verdict(grad_norm=norm, offender=offender, earlier_failure=failed)
+    return Verdict(
+        grad_norm=norm, offender=offender, earlier_failure=bool(failed), weights_moved=bool(stale)
+    )
 
 
-def _read(gradients: Sequence[tuple[str, Tensor]], failure: Tensor | None) -> tuple[float, bool]:
-    if not gradients:
-        return 0.0, failure is not None and bool(failure)
+def _read(gradients: Sequence[Tensor], flags: Sequence[Tensor | None]) -> list[float]:
+    """Return the global norm, and each flag as a number (0 for None)."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for _, gradient in gradients:
+    for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)
-    home = next(iter(by_device))
+    given = [flag for flag in flags if flag is not None]
+    home = next((tensor.device for tensor in (*gradients, *given)), torch.device("cpu"))
     norms = [
         norm.to(home)
         for tensors in by_device.values()
         for norm in torch._foreach_norm(tensors, 2.0, torch.float32)
     ]
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    flag = torch.zeros_like(total) if failure is None else failure.to(home, torch.float32)
-    norm, failed = torch.stack((total, flag)).tolist()
-    return norm, bool(failed)
+    zero = torch.zeros((), device=home)
+    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else zero
+    numbers = [zero if flag is None else flag.to(home, torch.float32) for flag in flags]
+    return [float(number) for number in torch.stack((total, *numbers)).tolist()]
 
 
 @dataclass(kw_only=True)
@@ -109,7 +116,7 @@ class SkipPolicy:
     in_a_row: int = 0
 
     def must_skip(self, verdict: Verdict) -> bool:
-        """Count and warn where the step has to be skipped.
+        """Whether the step has to be skipped; counts it.
 
         Raises:
             FloatingPointError: it may not be: skipping is off, or `most` steps in a row were skipped.
@@ -117,28 +124,33 @@ class SkipPolicy:
         if verdict.offender is None:
             self.in_a_row = 0
             return False
-        message = complaint(
-            verdict.offender,
-            got="a non-finite gradient",
-            wanted="finite gradients",
-            remedy="Nothing was written.",
-        )
         if not self.allowed:
-            raise FloatingPointError(message)
+            raise FloatingPointError(_nonfinite(verdict))
         if self.in_a_row >= self.most:
             raise FloatingPointError(
-                f"{message} The {self.in_a_row} steps before it were skipped too "
+                f"{_nonfinite(verdict)} The {self.in_a_row} steps before it were skipped too "
                 "(max_consecutive_skips)."
             )
         self.in_a_row += 1
-        # The first, second, fourth, eighth, … of a run: enough to see it, too little to drown a log.
+        return True
+
+    def warn(self, verdict: Verdict) -> None:
+        """Tell of a skipped step: of the first, second, fourth, eighth, … of a run."""
         if self.in_a_row & (self.in_a_row - 1) == 0:
             warnings.warn(
-                f"{message} Step skipped on rank {_rank()}, {self.in_a_row} in a row.",
+                f"{_nonfinite(verdict)} Step skipped on rank {_rank()}, {self.in_a_row} in a row.",
                 RuntimeWarning,
                 stacklevel=5,
             )
-        return True
+
+
+def _nonfinite(verdict: Verdict) -> str:
+    return complaint(
+        verdict.offender or "",
+        got="a non-finite gradient",
+        wanted="finite gradients",
+        remedy="Nothing was written.",
+    )
 
 
 def _rank() -> int:

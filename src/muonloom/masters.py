@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -11,12 +11,15 @@ from muonloom.errors import StaleMasterError, complaint
 
 State = dict[str, Tensor]
 
+_SAMPLED_WORDS = 64
+
 
 class MasterBook:
     """Knows for each parameter which version of its weight the master describes."""
 
     def __init__(self) -> None:
-        self._versions: dict[Tensor, int] = {}
+        self._versions: dict[Tensor, tuple[int, int]] = {}
+        self._samples: dict[Tensor, Tensor] = {}
 
     def ensure(self, parameter: Tensor, state: State) -> None:
         """Make the master from the weight where one is needed and missing."""
@@ -37,7 +40,20 @@ class MasterBook:
     def note(self, parameter: Tensor) -> None:
         """Remember that weight and master agree now."""
         if parameter.dtype != torch.float32:
-            self._versions[parameter] = parameter._version
+            self._versions[parameter] = _mark(parameter)
+            self._samples[parameter] = _sample(parameter).clone()
+
+    def suspicion(self, parameters: Iterable[Tensor]) -> Tensor | None:
+        """Return a bool scalar on the device: whether a sampled word of any weight has changed.
+
+        This sees edits through ``.data``, which leave no other trace, without a read of its own.
+        """
+        flags = [
+            (_sample(parameter) != self._samples[parameter]).any()
+            for parameter in parameters
+            if parameter in self._samples
+        ]
+        return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
     def doubt(self, parameter: Tensor) -> None:
         """Have the next `check` compare the values."""
@@ -47,12 +63,13 @@ class MasterBook:
         """Raise where the weight was written from outside since the master was last in step with it.
 
         A write that left the very bits that the master rounds to (loading both from one checkpoint)
-        is none. An edit through ``.data`` is not seen: call `refresh_masters` after it.
+        is none. An edit through ``.data`` that misses every sampled word is not seen: call
+        `refresh_masters` after it.
         """
         master = state.get("master_weight")
-        if master is None or self._versions.get(parameter) == parameter._version:
+        if master is None or self._versions.get(parameter) == _mark(parameter):
             return
-        if torch.equal(master.to(parameter.dtype), parameter.detach()):
+        if torch.equal(_bits(master.to(parameter.dtype)), _bits(parameter.detach())):
             self.note(parameter)
             return
         raise StaleMasterError(
@@ -64,25 +81,45 @@ class MasterBook:
             )
         )
 
-    def edit(
-        self, name: str, parameter: Tensor, state: State, fn: Callable[[Tensor], Tensor | None]
-    ) -> None:
-        """Change the master by `fn` and write the weight again; a non-finite result changes nothing."""
+    def replace(self, parameter: Tensor, state: State, values: Tensor) -> None:
+        """Give the master new values, and write the weight from them."""
         self.ensure(parameter, state)
-        master = state.get("master_weight", parameter.detach())
-        edited = master.clone()
-        returned = fn(edited)
-        if returned is not None:
-            edited = returned.to(master)
-        if edited.shape != master.shape or not bool(torch.isfinite(edited).all()):
-            raise ValueError(
-                complaint(
-                    name,
-                    got=f"a master of shape {tuple(edited.shape)}, non-finite or misshapen",
-                    wanted=f"finite values of shape {tuple(master.shape)}",
-                    remedy="This parameter was not changed; mend the function.",
-                )
-            )
-        master.copy_(edited)
-        parameter.detach().copy_(master)
+        state.get("master_weight", parameter.detach()).copy_(values)
+        parameter.detach().copy_(values)
         self.note(parameter)
+
+
+def edited_master(
+    name: str, parameter: Tensor, state: State, fn: Callable[[Tensor], Tensor | None]
+) -> Tensor:
+    """Return what `fn` makes of a copy of the master; raise a ValueError where that is unusable."""
+    values = state.get("master_weight", parameter.detach()).to(torch.float32, copy=True)
+    shape = values.shape
+    returned = fn(values)
+    values = values if returned is None else returned
+    if values.shape != shape or not bool(torch.isfinite(values).all()):
+        raise ValueError(
+            complaint(
+                name,
+                got=f"a master of shape {tuple(values.shape)}, non-finite or misshapen",
+                wanted=f"finite values of shape {tuple(shape)}",
+                remedy="Nothing was written; mend the function.",
+            )
+        )
+    return values
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The words of a 16-bit tensor, which compare equal exactly where the bits are."""
+    return tensor.view(torch.int16)
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """Some words of the weight, spread over it; a view where the weight is contiguous."""
+    flat = _bits(parameter.detach()).reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED_WORDS)]
+
+
+def _mark(parameter: Tensor) -> tuple[int, int]:
+    """What changes when somebody writes the weight in place, or puts another storage under it."""
+    return parameter._version, parameter.data_ptr()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from muonloom.binding import bind, plan_key, plan_of
+from muonloom.binding import announce, bind, only_makes_state, plan_key, plan_of
 from muonloom.config import check_options
 from muonloom.engine import Bound, Engine, adamw_squares
 from muonloom.errors import complaint
@@ -25,13 +24,13 @@ from muonloom.groups import (
     check_not_twice,
     named_members,
     split_group,
-    warn_about_rates,
 )
 from muonloom.guard import SkipPolicy, gradient_of, inspect_gradients
 from muonloom.layout import Layout
 from muonloom.masters import MasterBook
 from muonloom.plan import Plan
-from muonloom.state import aligned, ensure_state, planned_state_bytes, restored, storage_bytes
+from muonloom.residency import MasterAccess
+from muonloom.state import aligned, ensure_state, restored, storage_bytes
 from muonloom.telemetry import PhaseClock, StepRecord, StepReport
 
 _log = logging.getLogger("muonloom")
@@ -39,7 +38,7 @@ _log = logging.getLogger("muonloom")
 _GROUP_ONLY = frozenset({"params", "param_names", "algorithm"})
 
 
-class Muon(Optimizer):
+class Muon(MasterAccess):
     """Muon for matrices, AdamW for everything else, in one optimizer.
 
     Each matrix ``W`` (m, n) with gradient ``G`` takes, in FP32 but for the iteration::
@@ -152,13 +151,21 @@ class Muon(Optimizer):
         self._record: StepRecord | None = None
         self._report: StepReport | None = None
         groups = _as_groups(params)
+        # torch refuses an empty list; a rank or a stage that owns nothing is ordinary here.
         super().__init__(groups or [{"params": []}], group_defaults)
-        self._announce(asked_for_any=bool(groups))
+        announce(
+            self.param_groups,
+            self._assignments,
+            self._current_plan(),
+            warn=not self._rate_was_given,
+        )
 
     # -- parameter groups ---------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; one that holds matrices and others becomes two. One that is all frozen is dropped.
+        """Add a group; one that holds matrices and others becomes two.
+
+        A group with no parameter, or with frozen ones only, is dropped.
 
         Raises:
             ValueError: see `Muon`.
@@ -168,8 +175,10 @@ class Muon(Optimizer):
         check_options({"algorithm": param_group.get("algorithm", "muon")}, owner=owner)
         first = sum(len(group["params"]) for group in self.param_groups)
         members = named_members(param_group, first)
-        if members and not any(tensor.requires_grad for _, tensor in members):
-            _log.info("Muon: dropped a group of %d frozen parameters", len(members))
+        if not any(tensor.requires_grad for _, tensor in members):
+            _log.info(
+                "Muon: dropped a group of %d parameters, none of them trainable", len(members)
+            )
             return
         check_not_twice(members, known=self._assignments, first=first)
         algorithm = param_group.get("algorithm")
@@ -185,28 +194,6 @@ class Muon(Optimizer):
         for (_, tensor), assignment in zip(members, assignments, strict=True):
             self._assignments[tensor] = assignment
         self._plan = None
-
-    def _announce(self, *, asked_for_any: bool) -> None:
-        plan = self._current_plan()
-        if not self._rate_was_given:
-            warn_about_rates(self.param_groups, self._assignments)
-        scalars = sum(a.algorithm == "adamw" for a in self._assignments.values())
-        if asked_for_any and scalars and plan.num_matrices == 0:
-            warnings.warn(
-                f"params: none of {scalars} parameters is a matrix, so AdamW updates all of them; "
-                "wanted at least one matrix. Use torch.optim.AdamW, or check the layout.",
-                UserWarning,
-                stacklevel=3,
-            )
-        _log.info(
-            "Muon: %d parameters -> %d matrices in %d batches; %d AdamW parameters; "
-            "state: host 0 bytes, device %d bytes",
-            len(self._assignments) - scalars,
-            plan.num_matrices,
-            plan.ns_calls,
-            scalars,
-            planned_state_bytes(self.param_groups),
-        )
 
     # -- the step -----------------------------------------------------------------------------------
 
@@ -242,7 +229,8 @@ class Muon(Optimizer):
         bounds = bind(self.param_groups, self._assignments, self.state)
         verdict = inspect_gradients(
             [(b.name, b.gradient) for b in bounds if b is not None and b.gradient is not None],
-            None if self._drained or self._record is None else self._record.failure_flag(),
+            failure=None if self._drained or not self._record else self._record.failure_flag(),
+            moved=self._masters.suspicion(self._assignments),
         )
         if verdict.earlier_failure:
             self.drain()
@@ -252,10 +240,13 @@ class Muon(Optimizer):
             self._take(
                 StepRecord(skipped=True, consecutive_skips=skips, grad_norm=verdict.grad_norm)
             )
+            self._skips.warn(verdict)
             return loss
-        self._prepare(bounds)
+        had_state = bool(self.state)
+        self._prepare(bounds, doubt=verdict.weights_moved)
         record = StepRecord(grad_norm=verdict.grad_norm, clock=clock)
-        self._engine.run(bounds, record, clock)
+        if had_state or not only_makes_state(verdict, bounds):
+            self._engine.run(bounds, record, clock)
         clock.enter("end")
         self._finish(plan, bounds, record)
         return loss
@@ -264,10 +255,12 @@ class Muon(Optimizer):
         tensors = (tensor for group in self.param_groups for tensor in group["params"])
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
-    def _prepare(self, bounds: Sequence[Bound | None]) -> None:
+    def _prepare(self, bounds: Sequence[Bound | None], *, doubt: bool) -> None:
         """Refuse stale weights, then make the state that is missing."""
         present = [bound for bound in bounds if bound is not None]
         for bound in present:
+            if doubt:
+                self._masters.doubt(bound.weight)
             self._masters.check(bound.name, bound.weight, bound.state)
         groups = {t: group for group in self.param_groups for t in group["params"]}
         for bound in present:
@@ -281,6 +274,8 @@ class Muon(Optimizer):
             for i, bound in enumerate(bounds)
             if bound is not None and bound.spec is None
         ]
+        for _, bound in scalars:
+            bound.gradient = None  # the record outlives the gradients, and must not keep them
         record.adamw_squares = lambda: adamw_squares(scalars)
         for bound in bounds:
             if bound is not None:
@@ -357,78 +352,6 @@ class Muon(Optimizer):
         with torch.profiler.profile() as profiler:
             yield
         profiler.export_chrome_trace(str(path))
-
-    # -- masters ------------------------------------------------------------------------------------
-
-    def get_full_parameter_master(self, param: Tensor) -> Tensor | None:
-        """Return a copy of the complete FP32 master of `param`, on the host.
-
-        Raises:
-            ValueError: `param` is not the optimizer's.
-            RuntimeError: `drain` was not called since the last `step`.
-        """
-        assignment = self._assignment(param)
-        if not self._drained:
-            raise RuntimeError(
-                complaint(
-                    assignment.name,
-                    got="a master that a step may still write",
-                    wanted="a drained optimizer",
-                    remedy="Call drain() first.",
-                )
-            )
-        master: Tensor = self.state.get(param, {}).get("master_weight", param.detach())
-        return master.to("cpu", torch.float32, copy=True)
-
-    def refresh_masters(self, params: Iterable[Tensor] | None = None) -> None:
-        """Rebuild masters from the weights, after these were loaded from outside; momentum stays.
-
-        Args:
-            params: None for all.
-
-        Raises:
-            ValueError: one is not the optimizer's.
-        """
-        chosen = list(self._assignments) if params is None else list(params)
-        for param in chosen:
-            self._assignment(param)
-        for param in chosen:
-            if param in self.state:
-                self._masters.rebuild(param, self.state[param])
-
-    def apply_to_masters(
-        self, params: Iterable[Tensor], fn: Callable[[Tensor], Tensor | None]
-    ) -> None:
-        """Change FP32 masters and write the weights from them: for QK-clip, merges, averages.
-
-        Args:
-            params: parameters of this optimizer.
-            fn: gets a copy of each master, shaped as its parameter; changes it in place or returns another.
-
-        Raises:
-            ValueError: a parameter is not the optimizer's, or the result is misshapen or not finite.
-        """
-        self.drain()
-        chosen = list(params)
-        names = [self._assignment(param).name for param in chosen]
-        with torch.no_grad():
-            for name, param in zip(names, chosen, strict=True):
-                state = self.state.get(param, {})
-                if state:
-                    self._masters.check(name, param, state)
-                self._masters.edit(name, param, self.state[param], fn)
-
-    def _assignment(self, param: Tensor) -> Assignment:
-        if param not in self._assignments:
-            raise ValueError(
-                complaint(
-                    "param",
-                    got=f"a tensor of shape {tuple(param.shape)} that is not the optimizer's",
-                    wanted="one of its parameters",
-                    remedy="Pass the very object that the optimizer was built with.",
-                )
-            )
-        return self._assignments[param]
 
     # -- saving -------------------------------------------------------------------------------------
 

@@ -12,9 +12,6 @@ from muonloom.errors import complaint
 
 State = dict[str, Tensor]
 
-# Saved tensors that may not carry NaN or infinity into a run.
-_MUST_BE_FINITE = ("master_weight", "momentum_buffer")
-
 
 def ensure_state(parameter: Tensor, state: State, group: Mapping[str, Any]) -> None:
     """Add what is missing of the state of `parameter`, as zeros."""
@@ -52,6 +49,15 @@ def aligned(
         ValueError: other groups, names, algorithms, keys or shapes, or a non-finite value; nothing
             was changed.
     """
+    if not {"state", "param_groups"} <= saved.keys():
+        raise ValueError(
+            complaint(
+                "state_dict",
+                got=f"a dictionary with the keys {sorted(map(str, saved))}",
+                wanted="'state' and 'param_groups'",
+                remedy="Pass what state_dict() returned.",
+            )
+        )
     saved_groups = saved["param_groups"]
     if len(saved_groups) != len(groups):
         raise ValueError(
@@ -65,7 +71,10 @@ def aligned(
     ordered, pairs = [], []
     for i, (theirs, ours) in enumerate(zip(saved_groups, groups, strict=True)):
         ids, names = _ordered_ids(f"param_groups[{i}]", theirs, ours)
-        entry = {**theirs, "params": ids}
+        # Options that the saved run did not know stay as they are here; how momentum is stored is this
+        # optimizer's own choice.
+        entry = {**ours, **theirs, "params": ids, "momentum_dtype": ours["momentum_dtype"]}
+        entry.pop("param_names", None)
         if "param_names" in theirs:
             entry["param_names"] = names
         ordered.append(entry)
@@ -79,12 +88,13 @@ def aligned(
 def _ordered_ids(
     owner: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> tuple[list[Any], list[str]]:
-    ids = list(theirs["params"])
-    if theirs.get("algorithm") != ours["algorithm"]:
+    ids = list(theirs.get("params", ()))
+    # torch.optim.Muon knows one algorithm, and does not say so.
+    if theirs.get("algorithm", "muon") != ours["algorithm"]:
         raise ValueError(
             complaint(
                 f"{owner}.algorithm",
-                got=repr(theirs.get("algorithm")),
+                got=repr(theirs.get("algorithm", "muon")),
                 wanted=repr(ours["algorithm"]),
                 remedy="Build the optimizer with the layout that it was saved with.",
             )
@@ -121,6 +131,8 @@ def _check_state(
     known = state_dtypes(parameter, group)
     for key, value in state.items():
         shape = () if key == "step" else tuple(parameter.shape)
+        if key == "step" and isinstance(value, int | float):
+            continue  # as other tools save it
         if key not in known or not isinstance(value, Tensor) or tuple(value.shape) != shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
@@ -132,7 +144,7 @@ def _check_state(
                     remedy="Load the state of this very model.",
                 )
             )
-        if key in _MUST_BE_FINITE and not bool(torch.isfinite(value).all()):
+        if not bool(torch.isfinite(value).all()):
             raise ValueError(
                 complaint(
                     name,
@@ -159,7 +171,7 @@ def restored(
             like = parameter.new_empty(()) if key == "step" else parameter
             target = torch.empty_like(like, dtype=dtype, memory_format=torch.preserve_format)
             target = target.detach()
-        state[key] = target.copy_(saved[key])
+        state[key] = target.copy_(torch.as_tensor(saved[key]))
     return state
 
 

@@ -40,12 +40,10 @@ def advanced_momentum(buffer: Tensor, scaled: Tensor, *, momentum: float, out: T
         buffer: the momentum, FP32 or BF16.
         scaled: what `scaled_gradient` gave; FP32, shaped as `buffer`.
         momentum: the coefficient of the moving average.
-        out: FP32, shaped as `buffer`; may be `buffer` itself.
+        out: FP32, shaped as `buffer`; may be `buffer` or `scaled` itself.
     """
-    if buffer.dtype == torch.float32:
-        return torch.add(scaled, buffer, alpha=momentum, out=out)
-    out.copy_(buffer).mul_(momentum).add_(scaled)
-    return out.copy_(out.to(buffer.dtype))
+    torch.add(scaled, buffer, alpha=momentum, out=out)
+    return out if buffer.dtype == torch.float32 else out.copy_(out.to(buffer.dtype))
 
 
 def update_direction(

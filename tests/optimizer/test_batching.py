@@ -191,6 +191,30 @@ def test_a_missing_gradient_does_not_change_the_others_bits():
         assert same_bits(results[0][i], results[1][i])
 
 
+def test_leftovers_in_the_workspace_do_not_matter(monkeypatch: pytest.MonkeyPatch):
+    """A matrix without gradient keeps its place in the batch, whatever lies there."""
+    genuine = muonloom.engine.iterate
+
+    def dirty(x: torch.Tensor, recipe: Any, scratch: torch.Tensor) -> torch.Tensor:
+        out = genuine(x, recipe, scratch).clone()
+        x.fill_(float("nan"))
+        scratch.fill_(float("nan"))
+        return out
+
+    results = []
+    for iterate in (genuine, dirty):
+        monkeypatch.setattr(muonloom.engine, "iterate", iterate)
+        named = layers(3, {"a": (16, 8), "b": (8, 16)})
+        opt = muonloom.Muon(named, lr=0.02)
+        for step in range(3):
+            give_gradients(tensors_of(named), step)
+            named[step][1].grad = None
+            opt.step()
+            opt.drain()
+        results.append([p.detach().clone() for _, p in named])
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_the_workspace_is_made_once_and_stays_within_its_bound():
     named = layers(6, {"a": (32, 16)})
     opt = muonloom.Muon(named, ns_batch_bytes=2 * 32 * 16 * 4, **EXACT)

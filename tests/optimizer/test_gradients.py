@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import weakref
 from typing import Any
 
 import pytest
@@ -190,6 +192,24 @@ def test_zero_grad():
     assert all(p.grad is not None and not p.grad.any() for _, p in named)
     opt.zero_grad()
     assert all(p.grad is None for _, p in named)
+
+
+@pytest.mark.parametrize("read_report", [False, True])
+def test_zero_grad_gives_the_memory_back(read_report: bool):
+    """No record of the step may keep a gradient alive."""
+    named = [("lm_head.weight", parameter(8, 4)), ("layers.0.up_proj.weight", parameter(8, 4))]
+    opt = muonloom.Muon(named, **OPTIONS)
+    alive = []
+    for _, p in named:
+        memory = array.array("f", [0.5] * 32)
+        alive.append(weakref.ref(memory))
+        p.grad = torch.frombuffer(memory, dtype=torch.float32).view(8, 4)
+        del memory
+    opt.step()
+    if read_report:
+        assert opt.last_step["grad_norm"] == pytest.approx(4.0)
+    opt.zero_grad()
+    assert [ref() for ref in alive] == [None, None]
 
 
 def test_free_gradients_gives_them_back_and_changes_no_bit():

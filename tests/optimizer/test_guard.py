@@ -128,6 +128,15 @@ def test_a_good_step_starts_the_count_anew():
             assert opt.last_step["consecutive_skips"] == (i % 3 + 1) % 3
 
 
+def test_a_long_run_of_skips_warns_at_once_and_then_rarely():
+    named, opt = warm(max_consecutive_skips=40)
+    named[0][1].grad.fill_(float("nan"))  # type: ignore[union-attr]
+    with listening() as said:
+        for _ in range(40):
+            opt.step()
+    assert 1 <= len(said.about("embed_tokens.weight")) <= 20
+
+
 @pytest.mark.parametrize(
     "bad", [("layers.0.norm.weight",), ("layers.1.mlp.up_proj.weight", "lm_head.weight")]
 )

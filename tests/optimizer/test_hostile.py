@@ -101,16 +101,19 @@ def test_storage_that_moved_between_steps_is_followed():
     assert bits(old) == kept
 
 
-def test_a_transposed_view_of_the_same_storage_is_noticed():
-    p, q = parameter(5, 5), parameter(5, 5)
-    first, second = muonloom.Muon([p], lr=0.1), muonloom.Muon([q], lr=0.1)
-    steps(first, [p], [1])
-    steps(second, [q], [1])
-    p.data = p.data.T
-    q.data = q.data.T.contiguous()
-    steps(first, [p], [2])
-    steps(second, [q], [2])
-    assert relative(p, q) < 1e-3
+@pytest.mark.parametrize("spec", [BlockSpec.whole(), BlockSpec.rows(2, 4)], ids=["whole", "rows"])
+def test_a_transposed_view_of_the_same_storage_is_noticed(spec: BlockSpec):
+    """Same address, same shape, other strides: views of before would write elsewhere."""
+    name, results = "layers.0.w.weight", []
+    layout = Layout.from_shapes({name: (6, 6)}, overrides={name: spec})
+    for same_storage in (True, False):
+        p = parameter(6, 6)
+        opt = muonloom.Muon([(name, p)], layout=layout, lr=0.1)
+        steps(opt, [p], [1])
+        p.data = p.data.T if same_storage else p.data.T.contiguous()
+        steps(opt, [p], [2])
+        results.append(p.detach().clone())
+    assert relative(*results) < 1e-3
 
 
 def test_the_same_parameter_twice_is_refused():
@@ -158,14 +161,27 @@ def test_gradients_that_are_no_floats_are_refused_by_name(dtype: torch.dtype):
     assert bits(p) == before
 
 
-def test_a_parameter_that_changes_its_dtype_after_construction():
-    model = nn.Linear(6, 4, bias=False)
-    opt = muonloom.Muon(model.named_parameters(), lr=0.1)
-    steps(opt, [model.weight], [1])
-    model.to(torch.bfloat16)
-    steps(opt, [model.weight], [2])
-    assert model.weight.dtype is torch.bfloat16
-    assert same_bits(opt.state[model.weight]["master_weight"].bfloat16(), model.weight.detach())
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("then", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_parameter_that_changes_its_dtype_after_construction(
+    first: torch.dtype, then: torch.dtype
+):
+    model = nn.Linear(6, 30).to(first)
+    opt = muonloom.Muon(model.named_parameters(), lr=0.01, **QUIET)
+    steps(opt, list(model.parameters()), [1])
+    model.to(then)
+    before = [p.detach().float().clone() for p in model.parameters()]
+    if torch.float32 not in (first, then) and first is not then:
+        with pytest.raises(muonloom.StaleMasterError, match="refresh_masters"):
+            steps(opt, list(model.parameters()), [2])
+    opt.refresh_masters()
+    steps(opt, list(model.parameters()), [2, 3])
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert p.dtype is then
+        assert 0 < float((p.detach().float() - old).abs().max()) < 0.2
+        assert ("master_weight" in opt.state[p]) is (then is not torch.float32)
+        if then is not torch.float32:
+            assert same_bits(opt.state[p]["master_weight"].to(then), p.detach())
 
 
 def test_a_parameter_that_changes_its_shape_is_refused():

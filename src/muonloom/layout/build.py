@@ -128,7 +128,7 @@ class _Matches:
         self._shapes = {p.name: p.shape for p in parameters}
 
     def _find(self, parameter: Parameter) -> FamilyRule | None:
-        if self.family is None or len(parameter.shape) < 2:
+        if self.family is None or len(parameter.shape) < 2 or parameter.hints.integer:
             return None
         lines = self.family.lines
         return next((line for line in lines if _matcher(line.glob)(parameter.name)), None)

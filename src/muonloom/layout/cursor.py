@@ -22,9 +22,9 @@ class MatrixView:
 
     `tensor` is a strided view of the parameter's storage; its elements in row-major order are
     `(count, rows, columns)`. Its first `batch_dims` dimensions enumerate the matrices; rows and
-    columns may each span several dimensions. The dimension with the smaller stride comes last:
-    where that is the logical row, `transposed` is True and the logical (out, in) matrix is
-    `(columns, rows)`.
+    columns may each span several dimensions. The dimension that has the smaller stride in a dense
+    parameter comes last: where that is the logical row, `transposed` is True and the logical
+    (out, in) matrix is `(columns, rows)`.
     """
 
     tensor: Tensor

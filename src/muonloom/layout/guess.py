@@ -37,6 +37,8 @@ class Hints:
     """What the owning module tells about a parameter; all empty where there is no model."""
 
     adamw: str = ""
+    """Why AdamW is certain; a family's table still comes first."""
+    integer: bool = False
     convolution: bool = False
     transposed: bool = False
     experts: ExpertFlags | None = None
@@ -45,7 +47,11 @@ class Hints:
 def guess(name: str, shape: tuple[int, ...], hints: Hints | None = None) -> Rule:
     """Decide without a table; `guessed` is set where the parameter could be meant otherwise."""
     hints = Hints() if hints is None else hints
-    certain = "scalar or vector" if len(shape) < 2 else hints.adamw
+    certain = hints.adamw
+    if hints.integer:
+        certain = "not a floating-point parameter"
+    elif len(shape) < 2:
+        certain = "scalar or vector"
     reason = certain or _adamw_by_name(name, shape, hints)
     spec = None
     if not reason:

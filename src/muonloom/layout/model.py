@@ -92,7 +92,7 @@ def _tied_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 def _hints(parameter: nn.Parameter, owner: nn.Module, *, is_head: bool) -> Hints:
     if not parameter.is_floating_point():
-        return Hints(adamw="not a floating-point parameter")
+        return Hints(integer=True)
     if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
         return Hints(adamw="embedding, by module")
     if is_head:

@@ -66,7 +66,7 @@ def orthogonalize(
     start = (
         u if recipe.compute_dtype == u.dtype else torch.empty_like(u, dtype=recipe.compute_dtype)
     )
-    normalize_(u, eps=eps, out=start)
+    normalize_(u, eps=eps, out=start, like_torch=recipe.like_torch)
     scratch = start.new_empty(workspace_numel(count, m, n, recipe))
     done = iterate(start, recipe, scratch).view(x.shape)
     if done.dtype == x.dtype and done.data_ptr() == start.data_ptr():

@@ -1,0 +1,127 @@
+"""The `muonloom` command. Heavy imports wait for the command that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="muonloom",
+    help="Muon for models whose optimizer state does not fit.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Turn what a user can put right into one line on stderr and exit code 2; Ctrl-C into 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise _exit("interrupted", INTERRUPTED) from None
+    except FileNotFoundError as error:
+        name = error.filename or str(error)
+        raise _exit(f"{name}: got no such file; wanted one that exists.", USER_ERROR) from None
+    except (ValueError, FloatingPointError) as error:
+        raise _exit(" ".join(str(error).split()), USER_ERROR) from None
+
+
+def _exit(line: str, code: int) -> typer.Exit:
+    typer.echo(f"muonloom: {line}", err=True)
+    return typer.Exit(code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"muonloom {version('muonloom')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file that describes the run.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in optim.lr=0.02."),
+    ] = None,
+) -> None:
+    """Train a causal LM as a TOML file describes."""
+    with _plain_errors():
+        raise typer.Exit(_train(config, overrides or []))
+
+
+def _train(config: Path, overrides: list[str]) -> int:
+    from rich.console import Console
+
+    from muonloom.train.run import train as run
+
+    # Where no terminal tells its width, Rich takes 80 columns, which is narrow for tables in a log.
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=100)
+    return run(config, overrides, console=console)
+
+
+@app.command()
+def inspect(
+    target: Annotated[Path, typer.Argument(help="config.json, or a directory with a model.")],
+    heads_per_block: Annotated[
+        int | None, typer.Option(min=1, help="Cut attention projections into blocks of K heads.")
+    ] = None,
+    mla_components: Annotated[
+        bool, typer.Option(help="Cut MLA heads into their components too.")
+    ] = False,
+    cut_output: Annotated[
+        bool, typer.Option(help="Cut the output projection by heads too.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show how a model's parameters are cut into matrices, and what state they need."""
+    with _plain_errors():
+        from muonloom.inspection import run_inspect
+
+        run_inspect(
+            target,
+            heads_per_block=heads_per_block,
+            mla_components=mla_components,
+            cut_output=cut_output,
+            as_json=json,
+        )
+
+
+@app.command()
+def bench(
+    out: Annotated[Path | None, typer.Option(help="Write the figures as JSON here.")] = None,
+    quick: Annotated[bool, typer.Option(help="Few repetitions, small shapes.")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that torch may use.")] = 1,
+) -> None:
+    """Measure the optimizer's step against its peers."""
+    with _plain_errors():
+        from muonloom.bench import run_bench
+
+        run_bench(out=out, quick=quick, threads=threads)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

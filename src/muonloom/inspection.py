@@ -1,0 +1,346 @@
+"""`muonloom inspect`: what Muon would do with a model, from its configuration alone.
+
+The model is built on the meta device, so that size does not matter; no weight is read, no network
+is used and no code of the model's directory is run.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from muonloom.errors import ConfigError, complaint
+from muonloom.layout import Kind, Layout
+
+# Published model types whose modules are those of another type.
+_SAME_MODULES = {"kimi_k2": "deepseek_v3"}
+_FLOAT32_BYTES = 4
+_FILE_WIDTH = 160
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings:
+    """The layout options that `Layout.from_model` takes, as given on a command line or in TOML."""
+
+    heads_per_block: int | None = None
+    mla_components: bool = False
+    cut_output: bool = False
+    overrides: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over a model; bytes are those of optimizer state, weights and gradients not included."""
+
+    parameters: int
+    muon_parameters: int
+    adamw_parameters: int
+    tensors: int
+    matrices: int
+    master_bytes: int
+    momentum_bytes: int
+    adamw_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """FP32 masters where parameters are not FP32, FP32 momentum, both AdamW moments."""
+        return self.master_bytes + self.momentum_bytes + self.adamw_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """A model's layout, as data."""
+
+    source: str
+    model_type: str
+    dtypes: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    shapes: tuple[tuple[tuple[int, int], int], ...]
+    """Logical (out, in) shape of matrices and how many the model has, most first."""
+    totals: Totals
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values that `json.dumps` takes."""
+        return {
+            "source": self.source,
+            "model_type": self.model_type,
+            "dtypes": list(self.dtypes),
+            "totals": {**asdict(self.totals), "state_bytes": self.totals.state_bytes},
+            "shapes": [{"shape": list(shape), "matrices": count} for shape, count in self.shapes],
+            "kinds": [_kind_json(kind) for kind in self.kinds],
+            "notes": list(self.notes),
+        }
+
+
+def _kind_json(kind: Kind) -> dict[str, Any]:
+    return {
+        "kind": kind.kind,
+        "count": kind.count,
+        "shape": list(kind.shape),
+        "parameters": kind.parameters,
+        "algorithm": kind.algorithm,
+        "matrices": [{"shape": list(shape), "count": count} for shape, count in kind.matrices],
+        "reason": kind.reason,
+        "guessed": kind.guessed,
+    }
+
+
+def inspect_model(target: Path | str | Any, *, settings: HeadSettings | None = None) -> Inspection:
+    """Lay out a model without its weights.
+
+    Args:
+        target: a model directory, a config.json, a training TOML (its `[model]`, and its `[optim]`
+            where `settings` leaves an option at its default), or a Transformers config object.
+        settings: layout options.
+
+    Raises:
+        ConfigError: a path or a config that makes no model.
+        ValueError: layout options that do not fit the model.
+    """
+    settings = settings or HeadSettings()
+    source = type(target).__name__
+    if isinstance(target, Path | str):
+        source = str(target)
+        fields, settings = _read(Path(target), settings)
+        target = _transformers_config(fields, source)
+    model = _build_on_meta(target, source)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layout = Layout.from_model(
+            model,
+            heads_per_block=settings.heads_per_block,
+            mla_components=settings.mla_components,
+            cut_output=settings.cut_output,
+            overrides=settings.overrides,
+        )
+    parameters = list(model.parameters())
+    return Inspection(
+        source=source,
+        model_type=target.model_type,
+        dtypes=tuple(dict.fromkeys(_dtype_name(parameter.dtype) for parameter in parameters)),
+        kinds=layout.kinds(),
+        shapes=_count_shapes(layout.kinds()),
+        totals=_total(model, layout),
+        notes=tuple(str(warning.message) for warning in caught),
+    )
+
+
+def run_inspect(
+    target: Path,
+    *,
+    heads_per_block: int | None = None,
+    mla_components: bool = False,
+    cut_output: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Print the inspection of `target` to standard output: a table, or JSON. Raises as above."""
+    inspection = inspect_model(
+        target,
+        settings=HeadSettings(
+            heads_per_block=heads_per_block, mla_components=mla_components, cut_output=cut_output
+        ),
+    )
+    if as_json:
+        print(json.dumps(inspection.to_json(), indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    console.print(render_table(inspection))
+    console.print(render_totals(inspection), markup=False, highlight=False)
+
+
+def render_table(inspection: Inspection) -> Any:
+    """Return a rich table with one row for each kind of parameter."""
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(f"{inspection.source} ({inspection.model_type})"), box=SIMPLE_HEAD)
+    table.add_column("parameter", overflow="fold")
+    table.add_column("count", justify="right")
+    table.add_column("shape")
+    table.add_column("algorithm")
+    table.add_column("matrices in each")
+    table.add_column("why")
+    heading = ""
+    for kind in inspection.kinds:
+        stack, _, name = kind.kind.partition(".*.")
+        if name and stack != heading:
+            table.add_row(escape(f"{stack}.*"))
+        heading = stack if name else ""
+        table.add_row(
+            escape(f"  {name}" if name else stack),
+            str(kind.count),
+            str(kind.shape),
+            kind.algorithm,
+            kind.matrices_text,
+            escape(kind.reason + (" (guessed)" if kind.guessed else "")),
+        )
+    return table
+
+
+def render_totals(inspection: Inspection) -> str:
+    """Return the lines below the table: parameters, matrices, state bytes, notes."""
+    totals = inspection.totals
+    lines = [
+        f"parameters    {totals.parameters:,} in {totals.tensors:,} tensors "
+        f"({', '.join(inspection.dtypes)}): {totals.muon_parameters:,} by Muon, "
+        f"{totals.adamw_parameters:,} by AdamW",
+        f"matrices      {totals.matrices:,} of {len(inspection.shapes)} shapes",
+        f"state bytes   {totals.state_bytes:,} ({_size(totals.state_bytes)}): FP32 masters "
+        f"{_size(totals.master_bytes)}, Muon momentum {_size(totals.momentum_bytes)}, AdamW moments "
+        f"{_size(totals.adamw_bytes)}",
+        *inspection.notes,
+    ]
+    return "\n".join(lines)
+
+
+def _size(count: int) -> str:
+    """Return bytes in the largest binary unit that leaves at least 1."""
+    power = min(max(count.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    return f"{count / 1024**power:,.2f} {_UNITS[power]}" if power else f"{count} B"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _count_shapes(kinds: tuple[Kind, ...]) -> tuple[tuple[tuple[int, int], int], ...]:
+    counts: Counter[tuple[int, int]] = Counter()
+    for kind in kinds:
+        for shape, number in kind.matrices:
+            counts[shape] += number * kind.count
+    return tuple(counts.most_common())
+
+
+def _total(model: nn.Module, layout: Layout) -> Totals:
+    muon = adamw = masters = tensors = 0
+    for name, parameter in model.named_parameters():
+        tensors += 1
+        if layout[name].algorithm == "muon":
+            muon += parameter.numel()
+        else:
+            adamw += parameter.numel()
+        if parameter.dtype != torch.float32:
+            masters += parameter.numel()
+    return Totals(
+        parameters=muon + adamw,
+        muon_parameters=muon,
+        adamw_parameters=adamw,
+        tensors=tensors,
+        matrices=sum(count for _, count in _count_shapes(layout.kinds())),
+        master_bytes=_FLOAT32_BYTES * masters,
+        momentum_bytes=_FLOAT32_BYTES * muon,
+        adamw_bytes=2 * _FLOAT32_BYTES * adamw,
+    )
+
+
+def _read(path: Path, settings: HeadSettings) -> tuple[dict[str, Any], HeadSettings]:
+    """Return the fields of a model's config, and the settings with a TOML's own filled in."""
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix != ".toml":
+        return _read_json(path), settings
+    table = _parse(path, tomllib.loads, "a training TOML")
+    model, optim = table.get("model", {}), table.get("optim", {})
+    config = model.get("config", model.get("directory"))
+    if isinstance(config, str):
+        where = Path(config)
+        config = _read_json(where / "config.json" if where.is_dir() else where)
+    if not isinstance(config, dict):
+        raise _bad(f"{path}: model", "no config and no directory", "one of the two")
+    dtype = {"dtype": model["dtype"]} if "dtype" in model else {}
+    return {**config, **dtype}, _merge(settings, optim)
+
+
+def _merge(settings: HeadSettings, optim: Mapping[str, Any]) -> HeadSettings:
+    return HeadSettings(
+        heads_per_block=settings.heads_per_block or optim.get("heads_per_block"),
+        mla_components=settings.mla_components or bool(optim.get("mla_components")),
+        cut_output=settings.cut_output or bool(optim.get("cut_output")),
+        overrides=settings.overrides or optim.get("overrides", {}),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    fields = _parse(path, json.loads, "a model's config.json")
+    if not isinstance(fields, dict):
+        raise _bad(str(path), f"a {type(fields).__name__}", "a JSON object")
+    return fields
+
+
+def _parse(path: Path, parse: Any, wanted: str) -> Any:
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _bad(str(path), error.strerror, wanted) from None
+    except ValueError as error:  # JSON, TOML and UTF-8 errors alike
+        raise _bad(str(path), str(error), wanted) from None
+
+
+def _transformers_config(fields: dict[str, Any], source: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    model_type = fields.get("model_type")
+    kind = _SAME_MODULES.get(str(model_type), model_type)
+    if kind not in CONFIG_MAPPING:
+        raise _bad(
+            f"{source}: model_type", repr(model_type), "a type that the installed Transformers has"
+        )
+    rest = {key: value for key, value in fields.items() if key not in ("model_type", "auto_map")}
+    try:
+        with _quiet():
+            return CONFIG_MAPPING[kind](**rest)
+    except Exception as error:  # values are checked by several libraries' own exception types
+        raise _bad(source, _first_line(error), f"values that {kind} admits") from None
+
+
+def _build_on_meta(config: Any, source: str) -> nn.Module:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
+
+    auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+    try:
+        with _quiet(), torch.device("meta"):
+            model: nn.Module = auto.from_config(
+                config, trust_remote_code=False, dtype=config.dtype or torch.float32
+            )
+    except Exception as error:  # values that do not fit together fail in the model's own code
+        raise _bad(source, _first_line(error), "values that make a model") from None
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Transformers from logging advice that concerns generation and weights."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:300] if lines else type(error).__name__
+
+
+def _bad(name: str, got: object, wanted: str) -> ConfigError:
+    return ConfigError(complaint(name, got=got, wanted=wanted, remedy="Correct the file."))

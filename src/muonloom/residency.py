@@ -1,0 +1,98 @@
+"""FP32 masters for the outside: read whole, rebuilt from loaded weights, changed in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from muonloom.errors import complaint
+from muonloom.groups import Assignment
+from muonloom.masters import MasterBook, edited_master
+
+
+class MasterAccess(Optimizer):
+    """The part of `Muon` that hands masters out and takes them back."""
+
+    _assignments: dict[Tensor, Assignment]
+    _masters: MasterBook
+    _drained: bool
+
+    def drain(self) -> None:
+        """Wait until the last step is finished everywhere; see `Muon.drain`."""
+        raise AssertionError("the optimizer overrides this")
+
+    def get_full_parameter_master(self, param: Tensor) -> Tensor | None:
+        """Return a copy of the complete FP32 master of `param`, on the host.
+
+        Raises:
+            ValueError: `param` is not the optimizer's.
+            RuntimeError: `drain` was not called since the last `step`.
+        """
+        assignment = self._assignment(param)
+        if not self._drained:
+            raise RuntimeError(
+                complaint(
+                    assignment.name,
+                    got="a master that a step may still write",
+                    wanted="a drained optimizer",
+                    remedy="Call drain() first.",
+                )
+            )
+        master: Tensor = self.state.get(param, {}).get("master_weight", param.detach())
+        return master.to("cpu", torch.float32, copy=True)
+
+    def refresh_masters(self, params: Iterable[Tensor] | None = None) -> None:
+        """Rebuild masters from the weights, after these were loaded from outside; momentum stays.
+
+        Args:
+            params: None for all.
+
+        Raises:
+            ValueError: one is not the optimizer's.
+        """
+        chosen = list(self._assignments) if params is None else list(params)
+        for param in chosen:
+            self._assignment(param)
+        for param in chosen:
+            if param in self.state:
+                self._masters.rebuild(param, self.state[param])
+
+    def apply_to_masters(
+        self, params: Iterable[Tensor], fn: Callable[[Tensor], Tensor | None]
+    ) -> None:
+        """Change FP32 masters and write the weights from them: for QK-clip, merges, averages.
+
+        Args:
+            params: parameters of this optimizer.
+            fn: gets a copy of each master, shaped as its parameter; changes it in place or returns another.
+
+        Raises:
+            ValueError: a parameter is not the optimizer's, or a result is misshapen or not finite;
+                nothing was written.
+        """
+        self.drain()
+        chosen = {param: self._assignment(param).name for param in params}
+        with torch.no_grad():
+            for param, name in chosen.items():
+                self._masters.check(name, param, self.state.get(param, {}))
+            edited = {
+                param: edited_master(name, param, self.state.get(param, {}), fn)
+                for param, name in chosen.items()
+            }
+            for param, values in edited.items():
+                self._masters.replace(param, self.state[param], values)
+
+    def _assignment(self, param: Tensor) -> Assignment:
+        if param not in self._assignments:
+            raise ValueError(
+                complaint(
+                    "param",
+                    got=f"a tensor of shape {tuple(param.shape)} that is not the optimizer's",
+                    wanted="one of its parameters",
+                    remedy="Pass the very object that the optimizer was built with.",
+                )
+            )
+        return self._assignments[param]
