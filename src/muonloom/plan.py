@@ -203,8 +203,8 @@ class Plan:
     def digest(self) -> str:
         """SHA-256 of the plan, equal exactly where the work is equal (devices' indices aside)."""
         rows = [
-            f"{self.names[u.parameter]} {u.view} {u.first} {u.count} {b.rows}x{b.columns} {b.recipe}"
-            for b in self.batches
+            f"{i} {self.names[u.parameter]} {u.view} {u.first} {u.count} {b.rows}x{b.columns} {b.recipe}"
+            for i, b in enumerate(self.batches)
             for u in b.units
         ]
         rows += [

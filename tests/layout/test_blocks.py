@@ -227,6 +227,18 @@ def test_the_faster_dimension_comes_last(case: Case) -> None:
         assert rows_before % view.rows == 0, "the fastest dimension is one of the columns"
 
 
+@settings(max_examples=60, deadline=None)
+@given(cases, st.sampled_from(["reversed", "gapped"]))
+def test_the_orientation_is_the_specs_and_not_one_tensors(case: Case, strides: str) -> None:
+    """A strided gradient meets its dense momentum in the same order of rows and columns."""
+    dense, other = (case.spec.views(_numbered(case.shape, s)) for s in ("dense", strides))
+    for one, two in zip(dense, other, strict=True):
+        assert torch.equal(
+            one.tensor.reshape(one.count, one.rows, one.columns),
+            two.tensor.reshape(two.count, two.rows, two.columns),
+        )
+
+
 @given(cases)
 @settings(max_examples=50, deadline=None)
 def test_specs_are_data(case: Case) -> None:

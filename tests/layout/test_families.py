@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from layout.expected import EXPECTED, Matrices
 from layout.tiny import CONFIGS, tiny
-from muonloom.layout import Layout, Rule, family_names
+from muonloom.layout import BlockSpec, Layout, Rule, family_names
 
 
 def _matrices(rule: Rule) -> Matrices | None:
@@ -27,11 +29,35 @@ def _by_kind(layout: Layout) -> dict[str, list[Rule]]:
 
 
 def test_the_list_of_families_is_public() -> None:
-    assert {name for name in family_names() if not name.startswith("test_")} == {
-        *CONFIGS,
-        "kimi_k2",  # the modules of deepseek_v3
-    }
-    assert CONFIGS.keys() == EXPECTED.keys()
+    assert family_names() == (
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "deepseek_v4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "gpt2",
+        "gpt_neox",
+        "gpt_oss",
+        "kimi_k2",
+        "llama",
+        "llama4_text",
+        "minimax_m2",
+        "mistral",
+        "mixtral",
+        "olmoe",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_moe",
+        "qwen3_next",
+    )
+    instances = set(family_names()) - {"kimi_k2"}  # which has the modules of deepseek_v3
+    assert CONFIGS.keys() == EXPECTED.keys() == instances
 
 
 @pytest.mark.parametrize("heads_per_block", [None, 1])
@@ -145,6 +171,8 @@ def test_grouped_queries_are_cut_by_their_own_heads(
     assert _matrices(layout[prefix + "q_proj.weight"]) == query
     assert _matrices(layout[prefix + "k_proj.weight"]) == key
     assert _matrices(layout[prefix + "v_proj.weight"]) == key
+    if heads_per_block >= 4:
+        assert layout[prefix + "q_proj.weight"].spec == BlockSpec.whole()
     exceeded = heads_per_block > 2
     assert ("exceeds them" in layout[prefix + "k_proj.weight"].reason) == exceeded
 
@@ -195,17 +223,62 @@ def test_neox_heads_are_interleaved_as_the_model_chunks_them() -> None:
     )
 
 
-def test_gpt_oss_gate_and_up_are_every_second_column_of_storage() -> None:
-    model = tiny("gpt_oss")
-    name = "model.layers.0.mlp.experts.gate_up_proj"
+_Read = Callable[[Tensor], Sequence[Tensor]]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "read"),
+    [
+        # Each as the module's own forward reads its weight.
+        ("phi3", "model.layers.0.self_attn.qkv_proj.weight", lambda w: w.split([32, 16, 16])),
+        ("phi3", "model.layers.0.mlp.gate_up_proj.weight", lambda w: w.chunk(2)),
+        ("gpt2", "transformer.h.0.attn.c_attn.weight", lambda w: w.T.split(32)),
+        ("gpt2", "transformer.h.0.mlp.c_fc.weight", lambda w: [w.T]),
+        (
+            "qwen3_5_text",
+            "model.layers.0.linear_attn.in_proj_qkv.weight",
+            lambda w: w.split([16, 16, 24]),
+        ),
+        ("deepseek_v4", "model.layers.0.self_attn.o_a_proj.weight", lambda w: w.chunk(2)),
+        (
+            "mixtral",
+            "model.layers.0.mlp.experts.gate_up_proj",
+            lambda w: [half for expert in w for half in expert.chunk(2)],
+        ),
+        (
+            "gpt_oss",
+            "model.layers.0.mlp.experts.gate_up_proj",
+            lambda w: [expert[:, half::2].T for expert in w for half in (0, 1)],
+        ),
+        (
+            "gpt_oss",
+            "model.layers.0.mlp.experts.down_proj",
+            lambda w: [expert.T for expert in w],
+        ),
+        (
+            "llama4_text",
+            "model.layers.0.feed_forward.experts.gate_up_proj",
+            lambda w: [half.T for expert in w for half in expert.chunk(2, dim=-1)],
+        ),
+    ],
+)
+def test_fused_and_transposed_weights_are_cut_as_the_model_reads_them(
+    model_type: str, name: str, read: _Read
+) -> None:
+    model = tiny(model_type)
     weight = model.get_parameter(name).detach()
+    if weight.unique().numel() < 3:  # some experts start from constants
+        weight = torch.arange(weight.numel(), dtype=torch.float32).view(weight.shape)
     spec = Layout.from_model(model)[name].spec
     assert spec is not None
-    (view,) = spec.views(weight)
-    assert view.transposed
-    stored = view.tensor.reshape(3, 2, 32, 48)
-    assert torch.equal(stored[:, 0], weight[..., ::2])
-    assert torch.equal(stored[:, 1], weight[..., 1::2])
+    got = [
+        m.mT if view.transposed else m
+        for view in spec.views(weight)
+        for m in view.tensor.reshape(view.count, view.rows, view.columns)
+    ]
+    wanted = read(weight)
+    assert len(got) == len(wanted)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from layout.tiny import CONFIGS, fresh, tiny
 from torch import nn
 
-from muonloom.layout import BlockSpec, HeadRows, Layout, Rule, canonical_name, register_family
+from layout.tiny import CONFIGS, fresh, tiny
+from muonloom.layout import (
+    BlockSpec,
+    Groups,
+    HeadRows,
+    Layout,
+    Part,
+    Rule,
+    canonical_name,
+    register_family,
+)
 
 
 def _llama_config(**changes: int) -> SimpleNamespace:
@@ -232,17 +241,16 @@ def test_wrapped_models_have_the_layout_of_what_they_wrap() -> None:
     assert Layout.from_model(torch.compile(model, backend="eager"), heads_per_block=1) == plain
 
 
-def test_frozen_and_integer_parameters_are_listed() -> None:
+def test_frozen_parameters_are_listed_and_packed_integers_are_no_matrices() -> None:
     model = fresh("llama")
-    weight = model.get_parameter("model.layers.0.mlp.up_proj.weight")
-    weight.requires_grad_(False)
-    packed = model.get_submodule("model.layers.1.mlp.up_proj")
-    packed.weight = nn.Parameter(torch.zeros(96, 4, dtype=torch.uint8), requires_grad=False)
-    layout = Layout.from_model(model, overrides={"*.1.mlp.up_proj.weight": "adamw"})
+    model.get_parameter("model.layers.0.mlp.up_proj.weight").requires_grad_(False)
+    packed = nn.Parameter(torch.zeros(768, 1, dtype=torch.uint8), requires_grad=False)
+    model.get_submodule("model.layers.1.self_attn.q_proj").weight = packed
+    layout = Layout.from_model(model, heads_per_block=1)
     assert layout["model.layers.0.mlp.up_proj.weight"].algorithm == "muon"
-    with pytest.warns(UserWarning, match="no family table"):
-        alone = Layout.from_model(nn.ModuleDict({"a": packed, "b": nn.Linear(2, 2)}))
-    assert alone["a.weight"].reason == "not a floating-point parameter"
+    rule = layout["model.layers.1.self_attn.q_proj.weight"]
+    assert (rule.algorithm, rule.reason) == ("adamw", "not a floating-point parameter")
+    assert not rule.guessed
 
 
 class TestLogicalShapes:
@@ -281,7 +289,9 @@ class TestLogicalShapes:
         assert Layout.from_model(model) == before
 
     def test_empty_biases_and_norms_are_vectors(self) -> None:
-        model = nn.ModuleDict({"a": nn.Linear(3, 0), "n": nn.LayerNorm(3)})
+        model = nn.ModuleDict({"a": nn.Linear(3, 1), "n": nn.LayerNorm(3)})
+        model["a"].weight = nn.Parameter(torch.empty(0, 3))
+        model["a"].bias = nn.Parameter(torch.empty(0))
         model["n"].weight = nn.Parameter(torch.empty(0))
         with pytest.warns(UserWarning, match="no family table"):
             layout = Layout.from_model(model)
@@ -364,7 +374,6 @@ class TestHeadRequests:
             Layout.from_model(tiny("llama"), heads_per_block=3)
 
     def test_key_value_heads_must_divide_too(self) -> None:
-        """12 query heads take 4, but then 3 key/value heads... 6 of them do not."""
         shapes = {
             "layers.0.self_attn.q_proj.weight": (120, 32),
             "layers.0.self_attn.k_proj.weight": (60, 32),
@@ -464,6 +473,26 @@ class TestRegistration:
         assert layout["h.0.up.weight"].reason == "family test_registered"
         assert not any(rule.guessed for rule in layout.values())
 
+    def test_groups_say_which_numbers_of_heads_are_rectangular(self) -> None:
+        """4 groups of 3 query heads: 2 heads of one group, then 1 of it and 1 of the next, ..."""
+        parts = (Part("3 * 2", "q_heads"), Part(2, "groups"), Part(2, "groups"))
+        register_family("test_groups", {"qkv.weight": Groups("groups", parts)})
+        config = SimpleNamespace(model_type="test_groups", q_heads=12, groups=4)
+        shapes = {"qkv.weight": (40, 5)}
+        counts = {
+            k: len(
+                Layout.from_shapes(shapes, config=config, heads_per_block=k)["qkv.weight"].matrices
+            )
+            for k in (None, 1, 6, 12)
+        }
+        assert counts == {None: 3, 1: 12 + 4 + 4, 6: 2 + 1 + 1, 12: 3}
+        with pytest.raises(
+            ValueError,
+            match=r"^qkv\.weight: got heads_per_block=2 for 12 and 4 "
+            r"heads; .*these work: 1, 6, 12\.",
+        ):
+            Layout.from_shapes(shapes, config=config, heads_per_block=2)
+
     def test_a_model_class_may_offer_its_table_itself(self) -> None:
         class Own(nn.Module):
             muonloom_family = {"q.weight": HeadRows("heads"), "e": "adamw"}  # noqa: RUF012
@@ -512,7 +541,7 @@ def test_the_table_reads_at_a_glance() -> None:
     lines = str(Layout.from_shapes(shapes)).splitlines()
     assert [line.split("  ") for line in (re.sub(r" {2,}", "  ", line) for line in lines)] == [
         ["parameter", "count", "shape", "algorithm", "matrices in each", "why"],
-        [line for line in lines[1].split("  ")],
+        lines[1].split("  "),
         [
             "layers.*.w.weight",
             "12",
