@@ -59,7 +59,9 @@ def _root(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="TOML file that describes the run.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="TOML file that describes the run.")
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in optim.lr=0.02."),
@@ -84,7 +86,9 @@ def _train(config: Path, overrides: list[str]) -> int:
 
 @app.command()
 def inspect(
-    target: Annotated[Path, typer.Argument(help="config.json, or a directory with a model.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="config.json, or a directory with a model.")
+    ],
     heads_per_block: Annotated[
         int | None, typer.Option(min=1, help="Cut attention projections into blocks of K heads.")
     ] = None,

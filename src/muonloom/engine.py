@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -233,6 +232,10 @@ class _Step:
 
     def _run(self, unit: Unit) -> MatrixRun:
         bound, options = self._bound(unit)
+        assert bound.spec is not None
+        momentum = None
+        if bound.spec.cuts_heads and unit.batched:
+            momentum = _cut(self._engine.views(unit.parameter, bound).momentum, unit)
         return MatrixRun(
             name=bound.name,
             kind=unit.kind,
@@ -240,6 +243,7 @@ class _Step:
             offset=unit.offset,
             count=unit.count,
             factor=options.lr * muon_scale(*unit.shape, options.adjust_lr_fn),
+            head_momentum=momentum,
         )
 
     def _update(self, batch: Batch, unit: Unit) -> None:

@@ -274,11 +274,10 @@ class Muon(MasterAccess):
             for i, bound in enumerate(bounds)
             if bound is not None and bound.spec is None
         ]
-        for _, bound in scalars:
-            bound.gradient = None  # the record outlives the gradients, and must not keep them
         record.adamw_squares = lambda: adamw_squares(scalars)
         for bound in bounds:
             if bound is not None:
+                bound.gradient = None  # the record outlives the gradients, and must not keep them
                 self._masters.note(bound.weight)
         self._take(record)
 
@@ -300,7 +299,9 @@ class Muon(MasterAccess):
 
         Keys: `skipped`, `consecutive_skips`, `grad_norm`, `matrices` (pairs of logical shape and
         count), `idle`, `ns_calls`, `nonfinite_updates` (names), `update_rms` (by kind of parameter,
-        learning rate included), `bytes_in`, `bytes_out`, `seconds` (by phase).
+        learning rate included), `heads` (by kind that is cut in head
+        blocks: `blocks`, smallest and largest `update_rms`, and the largest ratio over the heads of one
+        parameter of `update_spread` and `momentum_spread`), `bytes_in`, `bytes_out`, `seconds` (by phase).
         """
         if self._report is None:
             self._report = StepReport() if self._record is None else self._record.plain()

@@ -62,7 +62,11 @@ class PhaseClock:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRun:
-    """A run of matrices of one parameter in a batch: slice ``offset:offset+count`` of its tensors."""
+    """A run of matrices of one parameter in a batch: slice ``offset:offset+count`` of its tensors.
+
+    `head_momentum` is their momentum, (count, ...), where they are blocks of heads: a view, so that
+    statistics cost nothing until somebody reads them.
+    """
 
     name: str
     kind: str
@@ -70,6 +74,7 @@ class MatrixRun:
     offset: int
     count: int
     factor: float
+    head_momentum: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +124,7 @@ class StepRecord:
             ns_calls=len(self.batches),
             nonfinite_updates=self.failures(),
             update_rms=self._update_rms(),
+            heads=self._heads(),
             bytes_in=self.bytes_in,
             bytes_out=self.bytes_out,
             seconds=self.clock.seconds() if self.clock is not None else {},
@@ -149,6 +155,34 @@ class StepRecord:
         values = flags.tolist()
         return sum(sum(values[run.offset : run.offset + run.count]) for run in batch.runs)
 
+    def _heads(self) -> dict[str, dict[str, Any]]:
+        """Say by kind how much its head blocks differ: in RMS of update, and in norm of momentum."""
+        per_parameter: dict[tuple[str, str, tuple[int, int]], tuple[list[float], list[float]]] = {}
+        for batch in self.batches:
+            norms = torch.where(batch.written, batch.norms, torch.zeros_like(batch.norms)).tolist()
+            for run in batch.runs:
+                if run.head_momentum is None:
+                    continue
+                key = (run.kind, run.name, run.shape)
+                updates, momenta = per_parameter.setdefault(key, ([], []))
+                scale = run.factor / math.sqrt(math.prod(run.shape))
+                updates += [scale * norm for norm in norms[run.offset : run.offset + run.count]]
+                dims = tuple(range(1, run.head_momentum.ndim))
+                momenta += torch.linalg.vector_norm(
+                    run.head_momentum, dim=dims, dtype=torch.float32
+                ).tolist()
+        heads: dict[str, dict[str, Any]] = {}
+        largest: dict[tuple[str, str], float] = {}
+        for (kind, _, _), (updates, momenta) in per_parameter.items():
+            entry = heads.setdefault(kind, {"blocks": 0, "update_rms": [math.inf, 0.0]})
+            entry["blocks"] += len(updates)
+            low, high = entry["update_rms"]
+            entry["update_rms"] = [min(low, *updates), max(high, *updates)]
+            for name, values in (("update_spread", updates), ("momentum_spread", momenta)):
+                largest[kind, name] = max(largest.get((kind, name), 0.0), _spread(values))
+                entry[name] = largest[kind, name] or None
+        return heads
+
     def _update_rms(self) -> dict[str, float]:
         """RMS of the applied update, decay not included: of each kind, of all Muon, of all AdamW."""
         by_algorithm = {"muon": self._muon_squares(), "adamw": self.adamw_squares()}
@@ -170,3 +204,8 @@ class StepRecord:
                 square += run.factor**2 * sum(norm * norm for norm in part)
                 squares[run.kind] = (square, numel + run.count * math.prod(run.shape))
         return squares
+
+
+def _spread(values: list[float]) -> float:
+    """Largest ÷ smallest; 0 where the smallest is 0, for which there is no ratio."""
+    return max(values) / min(values) if min(values) > 0 else 0.0

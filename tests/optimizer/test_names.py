@@ -192,3 +192,16 @@ def test_parameters_may_be_views_of_one_storage():
         results.append([p.detach() for _, p in named])
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
     assert same_bits(flat[:24].view(6, 4), results[0][0])
+
+
+def test_a_depthwise_convolution_is_never_a_stack_of_rows():
+    """[C, 1, K]: AdamW, or the one matrix (C, K); not C experts of 1 x K."""
+    name = "layers.0.linear_attn.conv1d.weight"
+    rule = Layout.from_shapes({name: (16, 1, 4)})[name]
+    assert (rule.algorithm, rule.matrices) in [("adamw", ()), ("muon", ((16, 4),))]
+
+
+def test_heads_that_match_nothing_are_an_error_and_not_a_whole_matrix():
+    for shapes in ({"layers.0.w.weight": (16, 8)}, {"layers.0.self_attn.q_proj.weight": (16, 8)}):
+        with pytest.raises(ValueError, match="heads_per_block"):
+            Layout.from_shapes(shapes, heads_per_block=2)

@@ -86,6 +86,14 @@ def test_a_bad_option_of_a_late_group_adds_nothing(name: str, value: Any):
     opt.add_param_group({"params": members})
 
 
+@pytest.mark.parametrize("name", sorted(GLOBAL))
+def test_an_option_of_the_whole_optimizer_in_a_group(name: str):
+    """It would be kept as the caller's own key, and do nothing."""
+    good = {"skip_nonfinite": False, "max_consecutive_skips": 3, "placement": "device"}
+    with pytest.raises(ValueError, match=name):
+        muonloom.Muon([{"params": [parameter(4, 6)], name: good.get(name, 1 << 20)}])
+
+
 LATER = [("lr", NAN), ("lr", -1.0), ("lr", INF), ("momentum", 1.5), ("weight_decay", NAN),
          ("adjust_lr_fn", "no_such_rule"), ("ns_steps", -1), ("ns_method", "no_such_method")]  # fmt: skip
 

@@ -6,13 +6,17 @@ import copy
 import io
 import pickle
 import random
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -392,3 +396,63 @@ def test_torch_distributed_state_dict_before_any_step_changes_nothing(dtype: tor
     steps(opt, list(net.parameters()), [1])
     steps(plain, list(plain_net.parameters()), [1])
     assert weights_fingerprint(net.parameters()) == weights_fingerprint(plain_net.parameters())
+
+
+OPTIONS_OF_TORCH = {
+    "full": {"full_state_dict": True},
+    "full on the host": {"full_state_dict": True, "cpu_offload": True},
+    "flat": {"flatten_optimizer_state_dict": True},
+}
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("kind", OPTIONS_OF_TORCH)
+def test_torch_distributed_state_dict_options(kind: str, at: int):
+    net, twin_net = Net(0), Net(1)
+    opt = muonloom.Muon(net.named_parameters(), **OPTIONS)
+    twin = muonloom.Muon(twin_net.named_parameters(), **OPTIONS)
+    steps(opt, list(net.parameters()), range(at))
+    twin_net.load_state_dict(net.state_dict())
+    options = StateDictOptions(**OPTIONS_OF_TORCH[kind])
+    state = through_a_file(get_optimizer_state_dict(net, opt, options=options))
+    set_optimizer_state_dict(twin_net, twin, state, options=options)
+    steps(opt, list(net.parameters()), [3, 4])
+    steps(twin, list(twin_net.parameters()), [3, 4])
+    assert fingerprint(twin) == fingerprint(opt)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_torch_distributed_checkpoint_round_trip(tmp_path: Path, flat: bool):
+    net, twin_net = Net(0), Net(1)
+    opt = muonloom.Muon(net.named_parameters(), **OPTIONS)
+    twin = muonloom.Muon(twin_net.named_parameters(), **OPTIONS)
+    steps(opt, list(net.parameters()), range(2))
+    twin_net.load_state_dict(net.state_dict())
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = {"optimizer": get_optimizer_state_dict(net, opt, options=options)}
+    target = {"optimizer": get_optimizer_state_dict(twin_net, twin, options=options)}
+    with warnings.catch_warnings():  # of torch, about planners without process groups
+        warnings.simplefilter("ignore")
+        checkpoint.save(saved, checkpoint_id=tmp_path, no_dist=True)
+        checkpoint.load(target, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(twin_net, twin, target["optimizer"], options=options)
+    steps(opt, list(net.parameters()), [3])
+    steps(twin, list(twin_net.parameters()), [3])
+    assert fingerprint(twin) == fingerprint(opt)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_loading_makes_no_second_copy(dtype: torch.dtype):
+    """The state's storage stays where it is, for whoever holds views of it."""
+    named, opt = build(dtype)
+    steps(opt, tensors_of(named), [1])
+    state = through_a_file(opt.state_dict())
+    steps(opt, tensors_of(named), [2])
+
+    def places() -> list[int]:
+        entries = [opt.state[p] for _, p in named]
+        return [v.data_ptr() for entry in entries for _, v in sorted(entry.items())]
+
+    before = places()
+    opt.load_state_dict(state)
+    assert places() == before

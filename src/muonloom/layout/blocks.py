@@ -55,8 +55,16 @@ class BlockSpec:
             self.views(torch.empty(tuple(shape), device="meta"), name=name)
             raise
 
+    @property
+    def cuts_heads(self) -> bool:
+        """Whether some of its matrices are blocks of fewer than all heads."""
+        return any(inner.cuts_heads for inner in self._inners())
+
+    def _inners(self) -> tuple[BlockSpec, ...]:
+        return ()
+
     def _cut(self, cursor: Cursor) -> Iterator[Cursor]:
-        raise NotImplementedError
+        raise AssertionError("every kind of block spec cuts in its own way")
 
     @staticmethod
     def whole() -> BlockSpec:
@@ -133,6 +141,9 @@ class _Sections(BlockSpec):
     axis: str
     parts: tuple[_Part, ...]
 
+    def _inners(self) -> tuple[BlockSpec, ...]:
+        return tuple(part.inner for part in self.parts)
+
     def _cut(self, cursor: Cursor) -> Iterator[Cursor]:
         across = self.axis == "columns"
         cursor = cursor.matrix()
@@ -151,6 +162,9 @@ class _Sections(BlockSpec):
 @dataclass(frozen=True, repr=False)
 class _Stacked(BlockSpec):
     inner: BlockSpec
+
+    def _inners(self) -> tuple[BlockSpec, ...]:
+        return (self.inner,)
 
     def _cut(self, cursor: Cursor) -> Iterator[Cursor]:
         rest = tuple(cursor.tensor.shape[cursor.batch_dims :])
@@ -199,6 +213,13 @@ class _Heads(BlockSpec):
     block: int
     components: tuple[_Part, ...] | None
 
+    @property
+    def cuts_heads(self) -> bool:
+        return self.block < self.num_heads or super().cuts_heads
+
+    def _inners(self) -> tuple[BlockSpec, ...]:
+        return tuple(part.inner for part in self.components or ())
+
     def _cut(self, cursor: Cursor) -> Iterator[Cursor]:
         cursor = cursor.matrix()
         if cursor.row_count % self.num_heads:
@@ -230,6 +251,9 @@ class _Heads(BlockSpec):
 @dataclass(frozen=True, repr=False)
 class _Transposed(BlockSpec):
     inner: BlockSpec
+
+    def _inners(self) -> tuple[BlockSpec, ...]:
+        return (self.inner,)
 
     def _cut(self, cursor: Cursor) -> Iterator[Cursor]:
         yield from self.inner._cut(cursor.matrix().swapped())
