@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -21,9 +22,9 @@ def is_number(value: object, *, least: float = 0.0, below: float = math.inf) -> 
     """Whether `value` is a finite number (or a one-element tensor) in ``[least, below)``."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and is_number(float(value), least=least, below=below)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
-    return math.isfinite(value) and least <= value < below
+    return math.isfinite(value) and least <= float(value) < below
 
 
 def _is_betas(value: object) -> bool:

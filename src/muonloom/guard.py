@@ -12,6 +12,8 @@ from torch import Tensor
 
 from muonloom.errors import complaint
 
+_GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -41,12 +43,12 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad
     if gradient is None:
         return None
-    if gradient.layout is not torch.strided or not gradient.is_floating_point():
+    if gradient.layout is not torch.strided or gradient.dtype not in _GRADIENT_DTYPES:
         raise ValueError(
             complaint(
                 name,
                 got=f"a gradient of {gradient.dtype} with {gradient.layout}",
-                wanted="a dense gradient of a float dtype",
+                wanted="a dense FP32, BF16 or FP16 gradient",
                 remedy="Turn sparse=True off in the embedding, and keep main_grad in FP32 or BF16.",
             )
         )

@@ -15,49 +15,64 @@ _SAMPLED_WORDS = 64
 
 
 class MasterBook:
-    """Knows for each parameter which version of its weight the master describes."""
+    """Knows for each parameter which version of its weight the master describes.
+
+    Versions and addresses tell of most writes from outside. Edits through ``.data`` leave no trace, so
+    some words of every weight are kept on the device, all of a device in one tensor.
+    """
 
     def __init__(self) -> None:
         self._versions: dict[Tensor, tuple[int, int]] = {}
-        self._samples: dict[Tensor, Tensor] = {}
+        self._samples: dict[torch.device, Tensor] = {}
 
     def ensure(self, parameter: Tensor, state: State) -> None:
         """Make the master from the weight where one is needed and missing."""
-        if parameter.dtype == torch.float32 or "master_weight" in state:
-            return
-        self.rebuild(parameter, state)
+        if parameter.dtype != torch.float32 and "master_weight" not in state:
+            self.rebuild(parameter, state)
 
     def rebuild(self, parameter: Tensor, state: State) -> None:
-        """Take the master from the weight, in place where it exists."""
+        """Take the master from the weight, in place where it exists; drop it where none is needed."""
         if parameter.dtype == torch.float32:
+            state.pop("master_weight", None)
+            self._versions.pop(parameter, None)
             return
         if "master_weight" in state:
             state["master_weight"].copy_(parameter.detach())
         else:
             state["master_weight"] = parameter.detach().to(torch.float32)
-        self.note(parameter)
+        self._versions[parameter] = _mark(parameter)
 
-    def note(self, parameter: Tensor) -> None:
-        """Remember that weight and master agree now."""
-        if parameter.dtype != torch.float32:
-            self._versions[parameter] = _mark(parameter)
-            self._samples[parameter] = _sample(parameter).clone()
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """Remember that these weights agree with their masters now, and sample all weights."""
+        for parameter in parameters:
+            if parameter.dtype != torch.float32:
+                self._versions[parameter] = _mark(parameter)
+        self._samples = self._sampled()
 
-    def suspicion(self, parameters: Iterable[Tensor]) -> Tensor | None:
+    def suspicion(self) -> Tensor | None:
         """Return a bool scalar on the device: whether a sampled word of any weight has changed.
 
-        This sees edits through ``.data``, which leave no other trace, without a read of its own.
+        None where there is nothing to compare. It is read together with the guard's other numbers.
         """
-        flags = [
-            (_sample(parameter) != self._samples[parameter]).any()
-            for parameter in parameters
-            if parameter in self._samples
-        ]
+        flags = []
+        now = self._sampled()
+        for device, sample in self._samples.items():
+            if device not in now or now[device].shape != sample.shape:
+                return torch.ones((), dtype=torch.bool, device=device)
+            flags.append((now[device] != sample).any())
         return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
     def doubt(self, parameter: Tensor) -> None:
         """Have the next `check` compare the values."""
-        self._versions.pop(parameter, None)
+        if parameter in self._versions:
+            self._versions[parameter] = (-1, 0)
+
+    def _sampled(self) -> dict[torch.device, Tensor]:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for parameter in self._versions:
+            if parameter.element_size() == 2 and parameter.numel():
+                by_device.setdefault(parameter.device, []).append(_sample(parameter))
+        return {device: torch.cat(samples) for device, samples in by_device.items()}
 
     def check(self, name: str, parameter: Tensor, state: State) -> None:
         """Raise where the weight was written from outside since the master was last in step with it.
@@ -67,15 +82,17 @@ class MasterBook:
         `refresh_masters` after it.
         """
         master = state.get("master_weight")
-        if master is None or self._versions.get(parameter) == _mark(parameter):
+        if master is None or (
+            parameter.dtype != torch.float32 and self._versions.get(parameter) == _mark(parameter)
+        ):
             return
-        if torch.equal(_bits(master.to(parameter.dtype)), _bits(parameter.detach())):
-            self.note(parameter)
+        if parameter.dtype != torch.float32 and _same_bits(master, parameter):
+            self._versions[parameter] = _mark(parameter)
             return
         raise StaleMasterError(
             complaint(
                 name,
-                got="a weight that was written outside the optimizer",
+                got=f"a {parameter.dtype} weight that was written outside the optimizer",
                 wanted="the weight that its FP32 master rounds to",
                 remedy="Call refresh_masters() after loading weights, before the next step.",
             )
@@ -86,7 +103,7 @@ class MasterBook:
         self.ensure(parameter, state)
         state.get("master_weight", parameter.detach()).copy_(values)
         parameter.detach().copy_(values)
-        self.note(parameter)
+        self.note([parameter])
 
 
 def edited_master(
@@ -107,6 +124,10 @@ def edited_master(
             )
         )
     return values
+
+
+def _same_bits(master: Tensor, parameter: Tensor) -> bool:
+    return torch.equal(_bits(master.to(parameter.dtype)), _bits(parameter.detach()))
 
 
 def _bits(tensor: Tensor) -> Tensor:

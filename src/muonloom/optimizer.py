@@ -30,12 +30,14 @@ from muonloom.layout import Layout
 from muonloom.masters import MasterBook
 from muonloom.plan import Plan
 from muonloom.residency import MasterAccess
-from muonloom.state import aligned, ensure_state, restored, storage_bytes
+from muonloom.state import aligned, ensure_state, portable, restored, storage_bytes
 from muonloom.telemetry import PhaseClock, StepRecord, StepReport
 
 _log = logging.getLogger("muonloom")
 
 _GROUP_ONLY = frozenset({"params", "param_names", "algorithm"})
+_BOTH = frozenset({"adamw_lr", "adamw_weight_decay"})
+_WHOLE_ONLY = frozenset({"layout", "skip_nonfinite", "max_consecutive_skips", "placement"})
 
 
 class Muon(MasterAccess):
@@ -180,6 +182,16 @@ class Muon(MasterAccess):
                 "Muon: dropped a group of %d parameters, none of them trainable", len(members)
             )
             return
+        misplaced = sorted((self._settings.keys() | _WHOLE_ONLY) & param_group.keys() - _BOTH)
+        if misplaced:
+            raise ValueError(
+                complaint(
+                    owner + misplaced[0],
+                    got="an option of the whole optimizer in a group",
+                    wanted="an option of one group",
+                    remedy="Give it to Muon(...).",
+                )
+            )
         check_not_twice(members, known=self._assignments, first=first)
         algorithm = param_group.get("algorithm")
         assignments = assign(members, layout=self._layout, algorithm=algorithm, first=first)
@@ -230,7 +242,7 @@ class Muon(MasterAccess):
         verdict = inspect_gradients(
             [(b.name, b.gradient) for b in bounds if b is not None and b.gradient is not None],
             failure=None if self._drained or not self._record else self._record.failure_flag(),
-            moved=self._masters.suspicion(self._assignments),
+            moved=self._masters.suspicion(),
         )
         if verdict.earlier_failure:
             self.drain()
@@ -275,10 +287,10 @@ class Muon(MasterAccess):
             if bound is not None and bound.spec is None
         ]
         record.adamw_squares = lambda: adamw_squares(scalars)
-        for bound in bounds:
-            if bound is not None:
-                bound.gradient = None  # the record outlives the gradients, and must not keep them
-                self._masters.note(bound.weight)
+        present = [bound for bound in bounds if bound is not None]
+        for bound in present:
+            bound.gradient = None  # the record outlives the gradients, and must not keep them
+        self._masters.note(bound.weight for bound in present)
         self._take(record)
 
     def _current_plan(self) -> Plan:
@@ -359,7 +371,7 @@ class Muon(MasterAccess):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's dictionary of state and groups, after `drain`."""
         self.drain()
-        return super().state_dict()
+        return portable(super().state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -37,6 +37,19 @@ def state_dtypes(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, torch
     return dtypes
 
 
+def portable(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Write the dtypes in a state dictionary's groups as names: distributed savers know no dtypes."""
+    groups = [
+        {k: _dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in group.items()}
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def aligned(
     saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], list[tuple[Tensor, State]]]:
@@ -74,6 +87,8 @@ def aligned(
         # Options that the saved run did not know stay as they are here; how momentum is stored is this
         # optimizer's own choice.
         entry = {**ours, **theirs, "params": ids, "momentum_dtype": ours["momentum_dtype"]}
+        if isinstance(entry["ns_compute_dtype"], str):
+            entry["ns_compute_dtype"] = getattr(torch, entry["ns_compute_dtype"])
         entry.pop("param_names", None)
         if "param_names" in theirs:
             entry["param_names"] = names

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import muonloom
+import muonloom.plan
 import reference
 from optimizer.support import (
     SEEDS,
@@ -14,6 +15,7 @@ from optimizer.support import (
     give_gradients,
     parameter,
     relative,
+    same_bits,
     tensors_of,
     zeros_like_state,
 )
@@ -114,3 +116,23 @@ def test_every_scalar_parameter_keeps_its_own_step_count():
     before = parameter(8, seed=1).detach()  # its first step: bias-corrected, by lr
     moved = (late.detach() - before * (1 - 0.1 * 0.1)).abs()
     assert torch.allclose(moved, torch.full_like(moved, 0.1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [127, 128, 129, 1000])
+def test_a_parameter_cut_into_spans_is_updated_as_if_it_were_whole(
+    monkeypatch: pytest.MonkeyPatch, numel: int, dtype: torch.dtype
+):
+    """Large embeddings pass in pieces; the counter moves once, and no bit depends on the cut."""
+    results = []
+    for unit_bytes in (1 << 26, 128 * 4):
+        monkeypatch.setattr(muonloom.plan, "_DEFAULT_UNIT_BYTES", unit_bytes)
+        p, small = parameter(numel, dtype=dtype), parameter(5, dtype=dtype)
+        named = with_a_matrix([("embed.bias", p), ("norm.bias", small)])
+        opt = muonloom.Muon(named, adamw_lr=0.1)
+        for step in range(3):
+            give_gradients([p, small], step)
+            opt.step()
+        assert int(opt.state[p]["step"]) == 3
+        results.append([p.detach().clone(), small.detach().clone(), opt.state[p]["exp_avg_sq"]])
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))

@@ -212,18 +212,6 @@ def test_zero_grad_gives_the_memory_back(read_report: bool):
     assert [ref() for ref in alive] == [None, None]
 
 
-def test_free_gradients_gives_them_back_and_changes_no_bit():
-    prints = []
-    for free in (False, True):
-        named = model_parameters()
-        opt = muonloom.Muon(named, free_gradients=free, **OPTIONS)
-        give_gradients(tensors_of(named), 1)
-        opt.step()
-        prints.append(fingerprint(opt))
-        assert all((p.grad is None) is free for _, p in named)
-    assert prints[0] == prints[1]
-
-
 def test_micro_batches_accumulate_into_one_orthogonalization():
     model = torch.nn.Linear(6, 4, bias=False)
     opt = muonloom.Muon(model.named_parameters(), lr=0.02)

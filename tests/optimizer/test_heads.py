@@ -16,7 +16,11 @@ def stepped(spec: BlockSpec | str, scales: list[float]) -> tuple[muonloom.Muon, 
     layout = muonloom.Layout.from_shapes({NAME: (32, 16)}, overrides={NAME: spec})
     parameter = torch.nn.Parameter(torch.zeros(32, 16))
     opt = muonloom.Muon(
-        [(NAME, parameter)], layout=layout, lr=1.0, ns_coefficients="polar_express_1.01", ns_steps=12
+        [(NAME, parameter)],
+        layout=layout,
+        lr=1.0,
+        ns_coefficients="polar_express_1.01",
+        ns_steps=12,
     )
     torch.manual_seed(0)
     parameter.grad = torch.randn(4, 8, 16).mul_(torch.tensor(scales)[:, None, None]).view(32, 16)
