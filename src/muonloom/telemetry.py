@@ -110,7 +110,7 @@ class StepRecord:
     clock: PhaseClock | None = None
 
     def plain(self) -> StepReport:
-        """Return numbers, strings, lists and dicts only, so that ``json.dumps`` works."""
+        """Return numbers, strings, sequences and dicts only, so that ``json.dumps`` works."""
         matrices: dict[tuple[int, int], int] = {}
         for batch in self.batches:
             for run in batch.runs:
@@ -119,7 +119,7 @@ class StepRecord:
             skipped=self.skipped,
             consecutive_skips=self.consecutive_skips,
             grad_norm=self.grad_norm,
-            matrices=[[list(shape), count] for shape, count in matrices.items()],
+            matrices=list(matrices.items()),
             idle=sum(self._count(batch, batch.idle) for batch in self.batches),
             ns_calls=len(self.batches),
             nonfinite_updates=self.failures(),

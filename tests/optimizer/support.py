@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -104,6 +105,13 @@ def assert_weight(actual: Tensor, wanted: Tensor, tolerance: float = 1e-6) -> No
     unit = max(1.0, float(wanted.abs().max())) if wanted.numel() else 1.0
     error = float((actual.detach().double() - wanted).abs().max()) if wanted.numel() else 0.0
     assert error <= tolerance * unit, f"error {error:.3e} for weights up to {unit:.3e}"
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def zeros_like_state(p: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def test_calls_are_the_ceiling_of_bytes_over_batch_bytes(count: int, in_a_batch:
     give_gradients(tensors_of(named), 1)
     opt.step()
     assert opt.last_step["ns_calls"] == math.ceil(count / in_a_batch)
-    assert opt.last_step["matrices"] == [[[16, 8], count]]
+    assert opt.last_step["matrices"] == [((16, 8), count)]
 
 
 def test_a_stack_is_split_over_batches(monkeypatch: pytest.MonkeyPatch):

@@ -265,6 +265,22 @@ def test_the_optimizer_goes_on_after_a_spared_matrix(monkeypatch: pytest.MonkeyP
     assert all(bool(p.isfinite().all()) for _, p in named)
 
 
+def test_a_failure_that_nobody_drained_is_raised_by_the_next_step(monkeypatch: pytest.MonkeyPatch):
+    """A loop that never drains must not train on beside a matrix that fails every step."""
+    named = [(f"layers.{i}.w.weight", parameter(6, 4, seed=i)) for i in range(2)]
+    opt = muonloom.Muon(named, lr=0.02)
+    give_gradients(tensors_of(named), 1)
+    with monkeypatch.context() as patch:
+        poison(patch, 0)
+        opt.step()
+    before = fingerprint(opt)
+    with pytest.raises(FloatingPointError, match=r"layers\.0\.w\.weight"):
+        opt.step()
+    assert fingerprint(opt) == before
+    opt.step()  # told once
+    assert fingerprint(opt) != before
+
+
 def test_a_failed_step_is_not_saved_in_silence(monkeypatch: pytest.MonkeyPatch):
     """``state_dict()`` drains, so that it reports the failure as well."""
     p = parameter(6, 4)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NORMALIZE_CHUNK_BYTES = 1 << 18
-"""On a CPU, matrices pass in groups of about this size, so that later passes hit the cache."""
-
 
 def normalize_(u: Tensor, *, eps: float = 1e-7, out: Tensor, like_torch: bool = False) -> None:
     """Write ``V / max(||V||, eps)`` with ``V = U / max|U|`` of each matrix alone into ``out``.
@@ -23,30 +20,20 @@ def normalize_(u: Tensor, *, eps: float = 1e-7, out: Tensor, like_torch: bool = 
         like_torch: with a BF16 ``out``, round three times where ``torch.optim.Muon`` does, in place
             of once; `Recipe.like_torch` tells.
     """
-    count = u.shape[0]
     if u.numel() == 0:
         return
-    flat, result = u.view(count, -1), out.view(count, -1)
-    size = count
-    if u.device.type == "cpu":
-        row_bytes = flat.shape[1] * flat.element_size()
-        size = max(1, min(count, NORMALIZE_CHUNK_BYTES // row_bytes))
-    for low in range(0, count, size):
-        _normalize_rows_(flat[low : low + size], result[low : low + size], eps, like_torch)
-
-
-def _normalize_rows_(rows: Tensor, out: Tensor, eps: float, like_torch: bool) -> None:
+    rows, result = u.view(u.shape[0], -1), out.view(u.shape[0], -1)
     # two vectorized reductions: the infinity norm runs element by element on a CPU
     largest = torch.amax(rows, 1, keepdim=True)
     largest = torch.maximum(largest, torch.amin(rows, 1, keepdim=True).neg_(), out=largest)
     if like_torch and out.dtype == torch.bfloat16:
-        _normalize_as_torch_(rows, largest, out, eps)
+        _normalize_as_torch_(rows, largest, result, eps)
         return
     rows.div_(largest.masked_fill_(largest == 0, 1.0))
     norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min_(eps)
     rows.div_(norm)
-    if out.data_ptr() != rows.data_ptr():
-        out.copy_(rows)
+    if result.data_ptr() != rows.data_ptr():
+        result.copy_(rows)
 
 
 def _normalize_as_torch_(rows: Tensor, largest: Tensor, out: Tensor, eps: float) -> None:
