@@ -163,3 +163,14 @@ def steps(
         if before is not None:
             before(seed)
         opt.step()
+
+
+# One rate for both algorithms, so that no warning asks for AdamW's.
+QUIET: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw"}
+
+
+def mixed(prefix: str = "layers.0") -> Named:
+    return [
+        (f"{prefix}.mlp.up_proj.weight", parameter(16, 8)),
+        (f"{prefix}.norm.weight", parameter(8)),
+    ]

@@ -12,22 +12,14 @@ from torch import nn
 import muonloom
 from muonloom import BlockSpec, Layout
 from optimizer.support import (
-    Named,
+    QUIET,
     give_gradients,
     group_of,
     listening,
+    mixed,
     model_parameters,
     parameter,
 )
-
-QUIET: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw"}
-
-
-def mixed(prefix: str = "layers.0") -> Named:
-    return [
-        (f"{prefix}.mlp.up_proj.weight", parameter(16, 8)),
-        (f"{prefix}.norm.weight", parameter(8)),
-    ]
 
 
 class Block(nn.Module):

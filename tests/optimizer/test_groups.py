@@ -10,26 +10,19 @@ import torch
 import muonloom
 from muonloom import Layout
 from optimizer.support import (
+    QUIET,
     Named,
     algorithms,
     fingerprint,
     give_gradients,
     group_of,
     listening,
+    mixed,
     model_parameters,
     parameter,
     same_bits,
     tensors_of,
 )
-
-QUIET: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw"}
-
-
-def mixed(prefix: str = "layers.0") -> Named:
-    return [
-        (f"{prefix}.mlp.up_proj.weight", parameter(16, 8)),
-        (f"{prefix}.norm.weight", parameter(8)),
-    ]
 
 
 def test_a_mixed_group_becomes_two_with_the_same_options():

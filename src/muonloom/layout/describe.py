@@ -133,7 +133,7 @@ class Description:
         return "; ".join(_heads_text(count, options.heads_per_block) for count in heads)
 
     def _spec(self, dims: Dims, options: HeadOptions) -> BlockSpec:
-        raise NotImplementedError
+        raise AssertionError("every description makes a block spec of its own")
 
     def _heads(self, dims: Dims) -> tuple[int, ...]:
         return ()
