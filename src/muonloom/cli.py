@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -81,7 +82,21 @@ def _train(config: Path, overrides: list[str]) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=100)
-    return run(config, overrides, console=console)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return run(config, overrides, console=console)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Show what a user should know, without the line of code that said so."""
+    typer.echo(f"muonloom: warning: {' '.join(str(message).split())}", err=True)
 
 
 @app.command()

@@ -1,0 +1,277 @@
+"""One training run, from its configuration to its summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import muonloom
+from muonloom.errors import ConfigError, complaint
+from muonloom.train import interrupt
+from muonloom.train.baselines import baselines
+from muonloom.train.config import TrainConfig
+from muonloom.train.config_file import load_config
+from muonloom.train.data import Corpus, cut_windows, load_corpus
+from muonloom.train.logs import RunLog
+from muonloom.train.machine import choose_device, describe_machine
+from muonloom.train.model import build_model
+from muonloom.train.optim import build_layout, build_optimizer
+from muonloom.train.progress import RunProgress
+from muonloom.train.proofs import Bench, ProofRecord, run_proofs
+from muonloom.train.results import plot, save_model, write_summary
+from muonloom.train.sample import Completion, choose_prompt, complete
+from muonloom.train.schedule import make_scheduler
+from muonloom.train.screen import show
+from muonloom.train.summary import Measured, summarize
+from muonloom.train.trainer import EvalRecord, Observer, StepRecord, Trainer
+
+
+def train(path: Path, overrides: Sequence[str] = (), *, console: Console) -> int:
+    """Run `path` and show its last screen; return the process's exit code (0, or 130 after Ctrl-C).
+
+    Raises:
+        ConfigError: what the user can put right, in one line.
+        FloatingPointError: the training diverged.
+    """
+    run = TrainingRun(load_config(path, overrides), console=console)
+    summary = run.execute()
+    show(console, summary)
+    return interrupt.EXIT_CODE if summary["interrupted"] else 0
+
+
+@dataclass(kw_only=True)
+class _Parts:
+    """What a run is made of, once its configuration is known to work."""
+
+    device: torch.device
+    corpus: Corpus
+    model: nn.Module
+    layout: muonloom.Layout
+    optimizer: muonloom.Muon
+    trainer: Trainer
+
+
+class TrainingRun:
+    """Goes once through all phases of a run, and times them."""
+
+    def __init__(self, config: TrainConfig, *, console: Console) -> None:
+        self.directory = Path(config.run.directory) / config.run.name
+        self._config = config
+        self._console = console
+        self._seconds: dict[str, float] = {}
+
+    def execute(self) -> dict[str, Any]:
+        """Train, measure, write the run's directory; return the summary."""
+        with self._phase("set-up"):
+            parts = self._prepare()
+            self._make_directory()
+        with self._phase("baselines"):
+            ladder = self._baselines(parts.corpus)
+        with self._phase("before"):
+            before = self._first_loss(parts)
+            prompt, completion = self._first_completion(parts)
+        self._introduce(parts, ladder)
+        with self._phase("training"):
+            interrupted = self._train(parts, before)
+        with self._phase("evaluation"):
+            windows = parts.corpus.held_out_windows(self._final_sequences(interrupted))
+            after = parts.trainer.evaluate(windows)
+            completion = completion and replace(completion, after=self._complete(parts, prompt))
+            last_step, memory = dict(parts.optimizer.last_step), self._ledger(parts)
+        with self._phase("proofs"):
+            proofs = [] if interrupted or not self._config.run.proofs else self._proofs(parts)
+        scale = 1 / parts.corpus.bytes_per_token
+        measured = Measured(
+            before=before * scale,
+            after=after * scale,
+            evaluated_bytes=windows[:, 1:].numel() * parts.corpus.bytes_per_token,
+            baselines=ladder,
+            completion=completion,
+            last_step=last_step,
+            memory=memory,
+            proofs=proofs,
+            seconds=self._seconds,
+            interrupted=interrupted,
+        )
+        return self._finish(parts, measured)
+
+    # -- phases -------------------------------------------------------------------------------------
+
+    def _prepare(self) -> _Parts:
+        config = self._config
+        if config.run.threads:
+            torch.set_num_threads(config.run.threads)
+        device = choose_device(config.run.device)
+        corpus = load_corpus(config.data)
+        torch.manual_seed(config.run.seed)
+        model = build_model(
+            config.model,
+            vocabulary=corpus.tokenizer.vocabulary,
+            sequence_length=corpus.sequence_length,
+            device=device,
+        )
+        layout = build_layout(model, config.optim)
+        optimizer = build_optimizer(model, layout, config.optim)
+        trainer = Trainer(
+            model=model,
+            optimizer=optimizer,
+            scheduler=make_scheduler(optimizer, config.schedule),
+            corpus=corpus,
+            config=config,
+            device=device,
+        )
+        return _Parts(
+            device=device,
+            corpus=corpus,
+            model=model,
+            layout=layout,
+            optimizer=optimizer,
+            trainer=trainer,
+        )
+
+    def _make_directory(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                complaint(
+                    "run.directory",
+                    got=f"{self.directory} ({error.strerror})",
+                    wanted="a directory that can be written",
+                    remedy="Choose another by --set run.directory=PATH",
+                )
+            ) from None
+
+    def _baselines(self, corpus: Corpus) -> dict[str, float]:
+        width, limit = corpus.sequence_length + 1, self._config.eval.final_sequences
+        held_out = corpus.held_out.text
+        windows = cut_windows(held_out, min(width, len(held_out)), limit)
+        return baselines(corpus.train.text, held_out, windows=windows)
+
+    def _first_loss(self, parts: _Parts) -> float:
+        windows = parts.corpus.held_out_windows(self._config.eval.sequences)
+        try:
+            return parts.trainer.evaluate(windows)
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            # Sizes that do not go together show only when the model's own code multiplies them.
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise ConfigError(
+                complaint(
+                    "model",
+                    got=f"a model whose forward fails ({reason[0]})",
+                    wanted="one that runs on this device",
+                    remedy="Check model.config, model.experts, model.attention and model.dtype.",
+                )
+            ) from None
+
+    def _first_completion(self, parts: _Parts) -> tuple[Tensor, Completion | None]:
+        prompt = choose_prompt(parts.corpus, self._config.eval.prompt_tokens)
+        if not self._config.eval.sample_tokens:
+            return prompt, None
+        text = parts.corpus.tokenizer.decode(prompt.numpy())
+        return prompt, Completion(prompt=text, before=self._complete(parts, prompt))
+
+    def _complete(self, parts: _Parts, prompt: Tensor) -> str:
+        tokens = complete(
+            parts.model,
+            prompt,
+            num_tokens=self._config.eval.sample_tokens,
+            window=parts.corpus.sequence_length,
+            temperature=self._config.eval.temperature,
+            seed=self._config.run.seed,
+            device=parts.device,
+        )
+        return parts.corpus.tokenizer.decode(tokens.numpy())
+
+    def _introduce(self, parts: _Parts, ladder: dict[str, float]) -> None:
+        size = sum(parameter.numel() for parameter in parts.model.parameters())
+        figures = ", ".join(f"{name} {value:.3f}" for name, value in ladder.items())
+        self._console.print(
+            f"{type(parts.model).__name__}, {size:,} parameters on {parts.device}; "
+            f"{self._config.optim.algorithm}, {self._config.schedule.steps} steps → "
+            f"{self.directory}\nheld-out nats a byte to compare with: {figures}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def _train(self, parts: _Parts, before: float) -> bool:
+        """Train; return whether Ctrl-C ended it."""
+        schedule = self._config.schedule
+        progress = RunProgress(
+            self._console, steps=schedule.steps, nats_per_byte=1 / parts.corpus.bytes_per_token
+        )
+        log = RunLog(self.directory, tensorboard=self._config.run.tensorboard)
+        stop = interrupt.StopOnInterrupt(
+            lambda: progress.say("Stopping after this step; Ctrl-C again stops at once.")
+        )
+
+        def on_step(record: StepRecord) -> None:
+            log.step(record)
+            progress.step(record)
+
+        def on_eval(record: EvalRecord) -> None:
+            log.eval(record)
+            log.optimizer(record.step, parts.optimizer.last_step)
+            if record.step:
+                progress.eval(record)
+
+        with log, progress, stop:
+            first = EvalRecord(step=0, loss=before)
+            parts.trainer.history.evals.append(first)
+            log.eval(first)
+            parts.trainer.run(
+                Observer(on_step=on_step, on_eval=on_eval, stop=lambda: stop.requested)
+            )
+        return stop.requested
+
+    def _final_sequences(self, interrupted: bool) -> int:
+        return self._config.eval.sequences if interrupted else self._config.eval.final_sequences
+
+    def _proofs(self, parts: _Parts) -> list[ProofRecord]:
+        steps = self._config.schedule.steps
+        return run_proofs(
+            Bench(
+                model=parts.model,
+                optimizer=parts.optimizer,
+                backward=lambda: parts.trainer.backward(steps + 1),
+            )
+        )
+
+    def _ledger(self, parts: _Parts) -> dict[str, int]:
+        """Return the bytes by place as they are in the middle of a step, gradients included."""
+        parts.trainer.backward(self._config.schedule.steps + 1)
+        memory = parts.optimizer.memory()
+        parts.optimizer.zero_grad(set_to_none=True)
+        return memory
+
+    def _finish(self, parts: _Parts, measured: Measured) -> dict[str, Any]:
+        with self._phase("writing"):
+            summary = summarize(
+                config=self._config,
+                machine=describe_machine(parts.device),
+                corpus=parts.corpus,
+                model=parts.model,
+                layout=parts.layout,
+                optimizer=parts.optimizer,
+                history=parts.trainer.history,
+                measured=measured,
+            )
+            plot(self.directory / "loss.png", summary, parts.trainer.history)
+            if self._config.run.save_model:
+                save_model(parts.model, parts.corpus.tokenizer, self.directory / "model")
+        summary["seconds"] = dict(self._seconds)
+        return write_summary(self.directory, summary)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._seconds[name] = time.perf_counter() - begin

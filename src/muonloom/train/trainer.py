@@ -1,0 +1,183 @@
+"""The loop: batches, gradients, the optimizer's step, held-out loss; what it saw, as records."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LRScheduler
+
+import muonloom
+from muonloom.train.config import TrainConfig
+from muonloom.train.data import Corpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step. Losses are nats a token, before the step; times are wall seconds."""
+
+    step: int  # from 1
+    loss: float
+    learning_rates: dict[str, float]  # by algorithm
+    gradient_norm: float | None  # before clipping; None where nothing is clipped
+    tokens: int
+    seconds: float
+    optimizer_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """Held-out loss after `step` steps, nats a token, on the run's fixed held-out sequences."""
+
+    step: int
+    loss: float
+
+
+@dataclass(kw_only=True)
+class History:
+    """All that a run recorded, in order."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    evals: list[EvalRecord] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on."""
+        return sum(record.tokens for record in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds inside training steps."""
+        return sum(record.seconds for record in self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observer:
+    """What is told to whom while a run goes on; `stop` is asked after each step."""
+
+    on_step: Callable[[StepRecord], None] = lambda record: None
+    on_eval: Callable[[EvalRecord], None] = lambda record: None
+    stop: Callable[[], bool] = lambda: False
+
+
+class Trainer:
+    """Owns a model, its optimizer and its text; goes through the steps of a schedule."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: muonloom.Muon,
+        scheduler: LRScheduler,
+        corpus: Corpus,
+        config: TrainConfig,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.history = History()
+        self._scheduler = scheduler
+        self._corpus = corpus
+        self._config = config
+        self._device = device
+        self._windows = corpus.held_out_windows(config.eval.sequences)
+
+    def run(self, observer: Observer) -> History:
+        """Train to the last step, or to the first after which `observer.stop()` is true."""
+        every = self._config.eval.every
+        for step in range(1, self._config.schedule.steps + 1):
+            record = self._timed_step(step)
+            self.history.steps.append(record)
+            observer.on_step(record)
+            if observer.stop():
+                break
+            if every and step % every == 0:
+                evaluation = EvalRecord(step=step, loss=self.evaluate(self._windows))
+                self.history.evals.append(evaluation)
+                observer.on_eval(evaluation)
+        return self.history
+
+    def _timed_step(self, step: int) -> StepRecord:
+        rates = {
+            str(group["algorithm"]): float(group["lr"]) for group in self.optimizer.param_groups
+        }
+        begin = time.perf_counter()
+        loss = self.backward(step)
+        norm = self._clip()
+        self._synchronize()
+        before = time.perf_counter()
+        self.optimizer.step()
+        self._synchronize()
+        after = time.perf_counter()
+        self._scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        schedule = self._config.schedule
+        return StepRecord(
+            step=step,
+            loss=loss,
+            learning_rates=rates,
+            gradient_norm=norm,
+            tokens=schedule.batch_size * schedule.accumulate * self._corpus.sequence_length,
+            seconds=time.perf_counter() - begin,
+            optimizer_seconds=after - before,
+        )
+
+    def backward(self, step: int) -> float:
+        """Accumulate the gradient of step `step` (from 1) in `.grad`; return its mean loss."""
+        schedule = self._config.schedule
+        total = torch.zeros((), device=self._device)
+        rows = self._corpus.train_batch(
+            seed=self._config.run.seed, step=step, rows=schedule.batch_size * schedule.accumulate
+        )
+        for part in torch.split(rows, schedule.batch_size):
+            with self._autocast():
+                loss, auxiliary = self._losses(part.to(self._device))
+            torch.autograd.backward((loss + auxiliary) / schedule.accumulate)
+            total += loss.detach().float() / schedule.accumulate
+        return float(total)
+
+    @torch.no_grad()
+    def evaluate(self, windows: Tensor) -> float:
+        """Return the mean loss, nats a token, on int64 `windows` `(rows, sequence_length + 1)`."""
+        self.model.eval()
+        total = 0.0
+        for part in torch.split(windows, self._config.schedule.batch_size):
+            with self._autocast():
+                loss, _ = self._losses(part.to(self._device))
+            total += float(loss) * len(part)
+        self.model.train()
+        return total / len(windows)
+
+    def _losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (cross entropy, the model's own auxiliary loss or 0), FP32 scalars."""
+        outputs = self.model(input_ids=rows[:, :-1], use_cache=False)
+        loss = cross_entropy(outputs.logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+        auxiliary: Any = getattr(outputs, "aux_loss", None)
+        if auxiliary is None:
+            return loss, loss.new_zeros(())
+        return loss, auxiliary * getattr(self.model.config, "router_aux_loss_coef", 0.0)
+
+    def _clip(self) -> float | None:
+        """Clip to `schedule.clip_norm` (0: never); return the norm before."""
+        limit = self._config.schedule.clip_norm
+        if not limit:
+            return None
+        return float(clip_grad_norm_(self.model.parameters(), limit))
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        with torch.autocast(
+            self._device.type, dtype=torch.bfloat16, enabled=self._config.model.autocast
+        ):
+            yield
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
