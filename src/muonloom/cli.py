@@ -133,12 +133,15 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Write the figures as JSON here.")] = None,
     quick: Annotated[bool, typer.Option(help="Few repetitions, small shapes.")] = False,
     threads: Annotated[int, typer.Option(min=1, help="Threads that torch may use.")] = 1,
+    only: Annotated[
+        str | None, typer.Option(help="Run one part: orthogonalization, step or split.")
+    ] = None,
 ) -> None:
     """Measure the optimizer's step against its peers."""
     with _plain_errors():
         from muonloom.bench import run_bench
 
-        run_bench(out=out, quick=quick, threads=threads)
+        run_bench(out=out, quick=quick, threads=threads, only=only)
 
 
 def main() -> None:
