@@ -29,6 +29,7 @@ def test_a_comparison_runs_each_rate_and_draws_the_best(tiny_config, tmp_path):
     assert [trial["name"] for trial in trials] == ["tiny", "tiny", "tiny-adamw", "tiny-adamw"]
     assert [trial["lr"] for trial in trials] == pytest.approx([0.01, 0.03, 0.01, 0.03])
     assert all(trial["training"]["steps"] == 3 for trial in trials)
+    assert str(tmp_path / "runs") not in out.with_suffix(".json").read_text()
     assert result.stdout.count("\n| tiny") == 4
 
 

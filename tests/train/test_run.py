@@ -51,6 +51,16 @@ def test_a_run_leaves_summary_log_picture_and_model(tiny_config, tmp_path):
     assert "A NaN gradient changes nothing" in screen
 
 
+def test_statistics_over_heads_are_logged(tiny_config, tmp_path):
+    execute(tiny_config, "optim.heads_per_block=1", "run.tensorboard=true")
+    (first, *_) = [line for line in metrics(tmp_path) if line["kind"] == "optimizer"]
+    assert first["heads"], first["heads"].keys()
+    for kind, heads in first["heads"].items():
+        assert "self_attn" in kind
+        assert heads["blocks"] > 1
+        assert heads["momentum_spread"] > 1
+
+
 def test_the_layout_table_counts_every_matrix_and_element(tiny_config):
     summary = execute(tiny_config)
     rows = {row["kind"]: row for row in summary["layout"]}

@@ -102,12 +102,16 @@ def write(out: Path, trials: list[Trial], winners: list[Trial]) -> None:
         curves={trial.label: trial.summary["loss"]["curve"] for trial in winners},
         baselines=first["loss"]["baselines"],
     )
-    records = [
-        {"name": trial.name, "lr": trial.lr}
-        | {key: trial.summary[key] for key in ("machine", "training", "loss", "config")}
-        for trial in trials
-    ]
+    records = [_record(trial) for trial in trials]
     out.with_suffix(".json").write_text(dump_json(records, indent=1) + "\n", encoding="utf-8")
+
+
+def _record(trial: Trial) -> dict[str, Any]:
+    """Return what of a trial may be published: all but the paths of the machine it ran on."""
+    config = dict(trial.summary["config"])
+    seed = config.pop("run")["seed"]
+    kept = {key: trial.summary[key] for key in ("machine", "training", "loss")}
+    return {"name": trial.name, "lr": trial.lr, "seed": seed, **kept, "config": config}
 
 
 def compare(

@@ -54,6 +54,10 @@ class RunLog:
         self._write({"kind": "optimizer", "step": step, **report})
         for kind, rms in report["update_rms"].items():
             self._scalar(f"update_rms/{kind}", rms, step)
+        for kind, heads in report["heads"].items():
+            for spread in ("update_spread", "momentum_spread"):
+                if heads[spread] is not None:
+                    self._scalar(f"heads/{spread}/{kind}", heads[spread], step)
 
     def close(self) -> None:
         """Flush and close both."""
