@@ -60,11 +60,16 @@ class _Views:
 
 @dataclass
 class _Flight:
-    """The batch that is being worked on."""
+    """The batch that is being worked on.
+
+    `idle` and `held` are bool, one a matrix: whether its gradient is zero, and whether its group wants it
+    to stay as it is for that.
+    """
 
     batch: Batch
     x: Tensor
     idle: Tensor
+    held: Tensor
     result: Tensor | None = None
     keep: Tensor | None = None
 
@@ -182,8 +187,8 @@ class _Step:
         """
         workspace = self._engine.workspace(batch.device)
         if self._flight is None or self._flight.batch is not batch:
-            idle = torch.zeros(batch.count, dtype=torch.bool, device=batch.device)
-            self._flight = _Flight(batch, workspace.x(batch), idle)
+            flags = torch.zeros(2, batch.count, dtype=torch.bool, device=batch.device)
+            self._flight = _Flight(batch, workspace.x(batch), idle=flags[0], held=flags[1])
         run = slice(unit.offset, unit.offset + unit.count)
         x = self._flight.x[run]
         if not self._present(unit):
@@ -206,7 +211,10 @@ class _Step:
         dims = _matrix_dims(gradient, unit)
         # Two vectorized reductions; the infinity norm runs element by element on a CPU.
         largest, least = torch.amax(gradient, dims), torch.amin(gradient, dims)
-        self._flight.idle[run] = ((largest == 0) & (least == 0)).view(-1)
+        idle = ((largest == 0) & (least == 0)).view(-1)
+        self._flight.idle[run] = idle
+        if options.skip_idle:
+            self._flight.held[run] = idle
 
     def _orthogonalize(self, batch: Batch) -> None:
         flight = self._flight
@@ -216,19 +224,12 @@ class _Step:
         norms = torch.linalg.vector_norm(flight.result, dim=(-2, -1), dtype=torch.float32)
         finite = torch.isfinite(norms)
         runs = tuple(self._run(unit) for unit in batch.units if self._present(unit))
-        keep = finite & ~(flight.idle & self._skips_idle(batch))
+        keep = finite & ~flight.held
         # On the CPU a look costs nothing, and spares the select in the common case.
         flight.keep = None if batch.device.type == "cpu" and bool(keep.all()) else keep
         self._record.batches.append(
             BatchRecord(runs=runs, norms=norms, written=keep, finite=finite, idle=flight.idle)
         )
-
-    def _skips_idle(self, batch: Batch) -> Tensor:
-        flags = []
-        for unit in batch.units:
-            skip = self._present(unit) and self._bound(unit)[1].skip_idle
-            flags += [skip] * unit.count
-        return torch.tensor(flags, device=batch.device)
 
     def _run(self, unit: Unit) -> MatrixRun:
         bound, options = self._bound(unit)
