@@ -228,3 +228,21 @@ def test_step_inside_no_grad_and_after_backward_leaves_autograd_usable():
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.9 * losses[0]
     assert all(p.requires_grad and p.is_leaf for p in model.parameters())
+
+
+def test_grad_scaler_unscales_before_the_step():
+    torch.manual_seed(0)
+    prints = []
+    for scale in (1.0, 2.0**10):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+        opt = muonloom.Muon(model.named_parameters(), lr=1e-2, adamw_lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for _ in range(3):
+            scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        prints.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*prints, strict=True):
+        assert torch.equal(a, b)  # a power of two scales exactly
