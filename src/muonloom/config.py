@@ -68,6 +68,7 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "idle_matrices": (lambda value: value in IDLE_CHOICES, "'update' or 'skip'"),
     "ns_batch_bytes": (_is_batch_bytes, "'auto' or a positive number of bytes"),
     "skip_nonfinite": (lambda value: isinstance(value, bool), "True or False"),
+    "free_gradients": (lambda value: isinstance(value, bool), "True or False"),
     "max_consecutive_skips": (_is_count, "an integer >= 0"),
     "placement": (lambda value: value == "device", "'device'"),
     "algorithm": (lambda value: value in ALGORITHMS, "'muon' or 'adamw'"),

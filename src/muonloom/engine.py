@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,7 +96,12 @@ class Engine:
 
     @torch.no_grad()
     def run(
-        self, parameters: Sequence[Bound | None], record: StepRecord, clock: PhaseClock
+        self,
+        parameters: Sequence[Bound | None],
+        record: StepRecord,
+        clock: PhaseClock,
+        *,
+        free_gradients: bool = False,
     ) -> None:
         """Do one step.
 
@@ -103,10 +109,13 @@ class Engine:
             parameters: indexed as the plan's; None for one that has no part in this step.
             record: gets what was done.
             clock: gets when.
+            free_gradients: set ``.grad`` to None as soon as a parameter's gradient was last read.
         """
         plan = self._plan
         assert plan is not None
         step = _Step(self, plan, parameters, record)
+        if free_gradients:
+            step.uses = plan.gradient_uses()
         for item in plan.items:
             clock.enter(item.op.value)
             step.do(item)
@@ -147,6 +156,7 @@ class _Step:
         self._record = record
         self._flight: _Flight | None = None
         self._gradients: dict[int, list[MatrixView]] = {}
+        self.uses: Counter[int] | None = None
 
     def do(self, item: Item) -> None:
         if item.op is Op.ADAMW:
@@ -279,6 +289,17 @@ class _Step:
         )
         if views.weight is not None:
             _cut(views.weight, unit).copy_(master)
+        self._used(unit.parameter)
+
+    def _used(self, parameter: int) -> None:
+        """Give the gradient back after its last use, where that was asked for."""
+        if self.uses is None:
+            return
+        self.uses[parameter] -= 1
+        bound = self._parameters[parameter]
+        if self.uses[parameter] == 0 and bound is not None:
+            self._gradients.pop(parameter, None)
+            bound.gradient = bound.weight.grad = None
 
     def _adamw(self, pack: Pack) -> None:
         present = [span for span in pack.spans if self._parameters[span.parameter] is not None]
@@ -311,6 +332,8 @@ class _Step:
         for bound, cut, master in zip(bounds, cuts, masters, strict=True):
             if bound.master is not bound.weight:
                 _flat(bound.weight, cut).copy_(master)
+        for span in present:
+            self._used(span.parameter)
 
     def _fp32_gradient(self, bound: Bound, cut: slice) -> Tensor:
         gradient, master = bound.gradient, bound.master

@@ -79,6 +79,8 @@ class Muon(MasterAccess):
             momentum, as torch does, or ``"skip"``, as if it had no gradient (experts without tokens).
         skip_nonfinite: whether a step with a NaN or infinite gradient is left out, instead of raising.
         max_consecutive_skips: so many steps in a row may be left out; the next one raises.
+        free_gradients: whether to set each ``.grad`` to None as soon as the step needs it no more, so
+            that memory falls during the step; ``main_grad`` stays.
         placement: where masters and momentum live: ``"device"``.
 
     Raises:
@@ -109,6 +111,7 @@ class Muon(MasterAccess):
         idle_matrices: str = "update",
         skip_nonfinite: bool = True,
         max_consecutive_skips: int = 20,
+        free_gradients: bool = False,
         placement: str = "device",
     ) -> None:
         group_defaults: dict[str, Any] = {
@@ -131,6 +134,7 @@ class Muon(MasterAccess):
             "adamw_lr": adamw_lr,
             "adamw_weight_decay": adamw_weight_decay,
             "ns_batch_bytes": ns_batch_bytes,
+            "free_gradients": free_gradients,
         }
         check_options(
             {
@@ -258,7 +262,8 @@ class Muon(MasterAccess):
         self._prepare(bounds, doubt=verdict.weights_moved)
         record = StepRecord(grad_norm=verdict.grad_norm, clock=clock)
         if had_state or not only_makes_state(verdict, bounds):
-            self._engine.run(bounds, record, clock)
+            free = self._settings["free_gradients"]
+            self._engine.run(bounds, record, clock, free_gradients=free)
         clock.enter("end")
         self._finish(plan, bounds, record)
         return loss

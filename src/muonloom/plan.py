@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -199,6 +200,11 @@ class Plan:
         """The largest unit or pack: what the FP32 scratch has to hold."""
         units = (unit.numel for batch in self.batches for unit in batch.units)
         return max((*units, *(pack.numel for pack in self.packs)), default=0)
+
+    def gradient_uses(self) -> Counter[int]:
+        """Return how many items read the gradient of each parameter for the last time."""
+        units = (unit.parameter for batch in self.batches for unit in batch.units)
+        return Counter((*units, *(span.parameter for pack in self.packs for span in pack.spans)))
 
     def digest(self) -> str:
         """SHA-256 of the plan, equal exactly where the work is equal (devices' indices aside)."""

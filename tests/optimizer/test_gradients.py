@@ -212,6 +212,44 @@ def test_zero_grad_gives_the_memory_back(read_report: bool):
     assert [ref() for ref in alive] == [None, None]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_free_gradients_gives_them_back_and_changes_no_bit(dtype: torch.dtype):
+    prints = []
+    for free in (False, True):
+        named = model_parameters(dtype=dtype)
+        opt = muonloom.Muon(named, free_gradients=free, ns_batch_bytes=2048, **OPTIONS)
+        for step in range(2):
+            give_gradients(tensors_of(named), step)
+            opt.step()
+        prints.append(fingerprint(opt))
+        assert all((p.grad is None) is free for _, p in named)
+        assert opt.last_step.update_rms["adamw"] > 0
+    assert prints[0] == prints[1]
+
+
+def test_free_gradients_falls_during_the_step_and_leaves_a_skipped_step_alone(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    first, second = parameter(8, 8), parameter(4, 12)
+    opt = muonloom.Muon([first, second], free_gradients=True)
+    give_gradients([first, second], 0)
+    alive: list[list[bool]] = []
+    real = muonloom.engine.iterate
+
+    def watched(x: torch.Tensor, recipe: Any, scratch: torch.Tensor) -> torch.Tensor:
+        alive.append([p.grad is not None for p in (first, second)])
+        return real(x, recipe, scratch)
+
+    monkeypatch.setattr("muonloom.engine.iterate", watched)
+    opt.step()
+    assert alive == [[True, True], [False, True]]
+    give_gradients([first, second], 1)
+    second.grad[0, 0] = float("nan")
+    with pytest.warns(RuntimeWarning, match="skipped"):
+        opt.step()
+    assert first.grad is not None
+
+
 def test_micro_batches_accumulate_into_one_orthogonalization():
     model = torch.nn.Linear(6, 4, bias=False)
     opt = muonloom.Muon(model.named_parameters(), lr=0.02)
