@@ -31,9 +31,10 @@ def normalize_(u: Tensor, *, eps: float = 1e-7, out: Tensor, like_torch: bool = 
         return
     rows.div_(largest.masked_fill_(largest == 0, 1.0))
     norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min_(eps)
-    rows.div_(norm)
-    if result.data_ptr() != rows.data_ptr():
-        result.copy_(rows)
+    if result.dtype == rows.dtype:
+        torch.div(rows, norm, out=result)
+    else:
+        result.copy_(rows.div_(norm))
 
 
 def _normalize_as_torch_(rows: Tensor, largest: Tensor, out: Tensor, eps: float) -> None:
