@@ -65,7 +65,6 @@ def plan_of(
                     kind=assignment.kind,
                     shape=assignment.shape,
                     pool=(g, str(tensor.device)),
-                    divisible=tensor.is_contiguous(),
                 )
             )
             continue

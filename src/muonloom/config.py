@@ -105,7 +105,7 @@ class MuonOptions:
 
     @classmethod
     def of(cls, group: Mapping[str, object]) -> MuonOptions:
-        """Read a parameter group; a tensor learning rate is read here, once a step."""
+        """Read a parameter group; a tensor learning rate is read here, at every step."""
         adjust = group["adjust_lr_fn"]
         return cls(
             lr=_number(group["lr"]),
@@ -128,7 +128,7 @@ class AdamWOptions:
 
     @classmethod
     def of(cls, group: Mapping[str, object]) -> AdamWOptions:
-        """Read a parameter group; a tensor learning rate is read here, once a step."""
+        """Read a parameter group; a tensor learning rate is read here, at every step."""
         betas = group["adamw_betas"]
         assert isinstance(betas, tuple | list)
         return cls(

@@ -157,13 +157,18 @@ class _Step:
         self._flight: _Flight | None = None
         self._gradients: dict[int, list[MatrixView]] = {}
         self.uses: Counter[int] | None = None
+        self._live = {
+            index
+            for index, batch in enumerate(plan.batches)
+            if any(self._present(unit) for unit in batch.units)
+        }
 
     def do(self, item: Item) -> None:
         if item.op is Op.ADAMW:
             self._adamw(self._plan.packs[item.unit])
             return
         batch = self._plan.batches[item.batch]
-        if not any(self._present(unit) for unit in batch.units):
+        if item.batch not in self._live:
             return
         if item.op is Op.DIRECTION:
             self._direction(batch, batch.units[item.unit])
@@ -231,7 +236,8 @@ class _Step:
         assert flight is not None
         scratch = self._engine.workspace(batch.device).scratch(batch)
         flight.result = iterate(flight.x, batch.recipe, scratch)
-        norms = torch.linalg.vector_norm(flight.result, dim=(-2, -1), dtype=torch.float32)
+        wide = torch.promote_types(flight.result.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(flight.result, dim=(-2, -1), dtype=wide)
         finite = torch.isfinite(norms)
         runs = tuple(self._run(unit) for unit in batch.units if self._present(unit))
         keep = finite & ~flight.held
@@ -305,20 +311,18 @@ class _Step:
         present = [span for span in pack.spans if self._parameters[span.parameter] is not None]
         if not present:
             return
-        bounds = []
-        for span in present:
-            bound = self._parameters[span.parameter]
-            assert bound is not None
-            bounds.append(bound)
+        bounds = [bound for span in present if (bound := self._parameters[span.parameter])]
         options = bounds[0].options
         assert isinstance(options, AdamWOptions)
         cuts = [slice(span.start, span.stop) for span in present]
-        masters = [_flat(b.master, cut) for b, cut in zip(bounds, cuts, strict=True)]
+        # The fused kernels know no strides: what is not contiguous passes through a copy.
+        tensors = [(b.master, b.state["exp_avg"], b.state["exp_avg_sq"]) for b in bounds]
+        flats = [[tensor.contiguous().view(-1) for tensor in three] for three in tensors]
         adamw_(
-            masters,
+            [flat[0][cut] for flat, cut in zip(flats, cuts, strict=True)],
             [self._fp32_gradient(b, cut) for b, cut in zip(bounds, cuts, strict=True)],
-            [_flat(b.state["exp_avg"], cut) for b, cut in zip(bounds, cuts, strict=True)],
-            [_flat(b.state["exp_avg_sq"], cut) for b, cut in zip(bounds, cuts, strict=True)],
+            [flat[1][cut] for flat, cut in zip(flats, cuts, strict=True)],
+            [flat[2][cut] for flat, cut in zip(flats, cuts, strict=True)],
             # Only a parameter's last span moves its own counter; the others count on a copy.
             [
                 b.state["step"] if span.last else b.state["step"].clone()
@@ -329,18 +333,18 @@ class _Step:
             eps=options.eps,
             weight_decay=options.weight_decay,
         )
-        for bound, cut, master in zip(bounds, cuts, masters, strict=True):
+        for bound, three, flat, span in zip(bounds, tensors, flats, present, strict=True):
+            for tensor, values in zip(three, flat, strict=True):
+                if not tensor.is_contiguous():
+                    tensor.copy_(values.view(tensor.shape))
             if bound.master is not bound.weight:
-                _flat(bound.weight, cut).copy_(master)
-        for span in present:
+                _write(bound.weight, flat[0], slice(span.start, span.stop))
             self._used(span.parameter)
 
     def _fp32_gradient(self, bound: Bound, cut: slice) -> Tensor:
-        gradient, master = bound.gradient, bound.master
+        gradient = bound.gradient
         assert gradient is not None
-        if gradient.stride() != master.stride():
-            gradient = torch.empty_like(master).copy_(gradient)
-        flat = _flat(gradient, cut).to(torch.float32)
+        flat = gradient.contiguous().view(-1)[cut].to(torch.float32)
         # No element passes the global norm, so the clamp is reached only where squares would overflow.
         fits = self._record.grad_norm <= _LARGEST_SQUARABLE
         return flat if fits else flat.clamp(-_LARGEST_SQUARABLE, _LARGEST_SQUARABLE)
@@ -361,9 +365,12 @@ def _keep_shape(tensor: Tensor, unit: Unit) -> list[int]:
     return lead + [1] * (tensor.ndim - len(lead))
 
 
-def _flat(tensor: Tensor, cut: slice) -> Tensor:
-    """Elements `cut` of a contiguous tensor; a strided one is never cut (the plan sees to it)."""
-    return tensor.view(-1)[cut] if tensor.is_contiguous() else tensor
+def _write(weight: Tensor, master: Tensor, cut: slice) -> None:
+    """Write elements `cut` of a flat master to the weight, in the weight's dtype."""
+    if weight.is_contiguous():
+        weight.view(-1)[cut].copy_(master[cut])
+    else:
+        weight.copy_(master.view(weight.shape))
 
 
 def adamw_squares(bounds: Sequence[tuple[str, Bound]]) -> Squares:
@@ -376,6 +383,8 @@ def adamw_squares(bounds: Sequence[tuple[str, Bound]]) -> Squares:
         options, state = bound.options, bound.state
         assert isinstance(options, AdamWOptions)
         count = float(state["step"])
+        if count == 0:
+            continue  # state was made, and no step taken
         first, second = (1 - beta**count for beta in options.betas)
         total, numel = squares.get(kind, (0.0, 0))
         flat = (state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1))

@@ -148,6 +148,15 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
                 name, got=f"{tensor.layout}", wanted="a dense tensor", remedy="Use to_dense()."
             )
         )
+    if any(size > 1 and tensor.stride(dim) == 0 for dim, size in enumerate(tensor.shape)):
+        raise ValueError(
+            complaint(
+                name,
+                got=f"strides {tensor.stride()}, where elements share memory",
+                wanted="an element of its own for each index",
+                remedy="Use .contiguous() or .clone() before making it a parameter.",
+            )
+        )
     if type(tensor).__name__ == "DTensor" or hasattr(tensor, "device_mesh"):
         raise ValueError(
             complaint(
@@ -267,6 +276,10 @@ def split_group(
                 fallback = defaults[f"adamw_{key}"]
                 fallback = defaults[key] if fallback is None else fallback
                 half[key] = own.get(key, fallback) if value is None else value
+        for key in ("lr", "weight_decay"):
+            # Halves may not share a tensor: a scheduler that changes it in place would do so twice.
+            value = half.get(key, defaults[key])
+            half[key] = value.clone() if isinstance(value, Tensor) else value
         halves.append(half)
     return halves
 

@@ -82,7 +82,8 @@ def inspect_gradients(
     offender = None
     if not math.isfinite(norm):
         offender = next((name for name, g in filled if not bool(torch.isfinite(g).all())), None)
-    if not math.isfinite(norm) and offender is None:
+    # FP32 squares of finite numbers over- and underflow; FP64's do not.
+    if offender is None and (norm == 0 or not math.isfinite(norm)):
         norm = math.hypot(
             *(float(torch.linalg.vector_norm(g, dtype=torch.float64)) for _, g in filled)
         )

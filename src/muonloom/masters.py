@@ -23,7 +23,7 @@ class MasterBook:
 
     def __init__(self) -> None:
         self._versions: dict[Tensor, tuple[int, int]] = {}
-        self._samples: dict[torch.device, Tensor] = {}
+        self._samples: dict[Tensor, Tensor] = {}
 
     def ensure(self, parameter: Tensor, state: State) -> None:
         """Make the master from the weight where one is needed and missing."""
@@ -35,44 +35,48 @@ class MasterBook:
         if parameter.dtype == torch.float32:
             state.pop("master_weight", None)
             self._versions.pop(parameter, None)
+            self._samples.pop(parameter, None)
             return
         if "master_weight" in state:
             state["master_weight"].copy_(parameter.detach())
         else:
             state["master_weight"] = parameter.detach().to(torch.float32)
-        self._versions[parameter] = _mark(parameter)
+        self.note([parameter])
 
     def note(self, parameters: Iterable[Tensor]) -> None:
-        """Remember that these weights agree with their masters now, and sample all weights."""
+        """Remember that these weights agree with their masters now, and sample them."""
         for parameter in parameters:
             if parameter.dtype != torch.float32:
                 self._versions[parameter] = _mark(parameter)
-        self._samples = self._sampled()
+                self._samples[parameter] = _sample(parameter).clone()
 
     def suspicion(self) -> Tensor | None:
         """Return a bool scalar on the device: whether a sampled word of any weight has changed.
 
         None where there is nothing to compare. It is read together with the guard's other numbers.
         """
-        flags = []
-        now = self._sampled()
-        for device, sample in self._samples.items():
-            if device not in now or now[device].shape != sample.shape:
-                return torch.ones((), dtype=torch.bool, device=device)
-            flags.append((now[device] != sample).any())
+        pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        for parameter, sample in self._samples.items():
+            now = _sample(parameter)
+            if now.shape != sample.shape or now.device != sample.device:
+                return torch.ones((), dtype=torch.bool, device=parameter.device)
+            pairs.setdefault(now.device, []).append((now, sample))
+        flags = [
+            (torch.cat([now for now, _ in both]) != torch.cat([old for _, old in both])).any()
+            for both in pairs.values()
+        ]
         return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
     def doubt(self, parameter: Tensor) -> None:
-        """Have the next `check` compare the values."""
-        if parameter in self._versions:
+        """Have the next `check` of a parameter compare its values."""
+        if self._versions.get(parameter) is not None:
             self._versions[parameter] = (-1, 0)
+        self._samples.pop(parameter, None)
 
-    def _sampled(self) -> dict[torch.device, Tensor]:
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for parameter in self._versions:
-            if parameter.element_size() == 2 and parameter.numel():
-                by_device.setdefault(parameter.device, []).append(_sample(parameter))
-        return {device: torch.cat(samples) for device, samples in by_device.items()}
+    def doubt_all(self) -> None:
+        """Have the next `check` of each parameter compare its values, whenever that comes."""
+        for parameter in list(self._versions):
+            self.doubt(parameter)
 
     def check(self, name: str, parameter: Tensor, state: State) -> None:
         """Raise where the weight was written from outside since the master was last in step with it.
@@ -87,7 +91,7 @@ class MasterBook:
         ):
             return
         if parameter.dtype != torch.float32 and _same_bits(master, parameter):
-            self._versions[parameter] = _mark(parameter)
+            self.note([parameter])
             return
         raise StaleMasterError(
             complaint(
@@ -101,7 +105,8 @@ class MasterBook:
     def replace(self, parameter: Tensor, state: State, values: Tensor) -> None:
         """Give the master new values, and write the weight from them."""
         self.ensure(parameter, state)
-        state.get("master_weight", parameter.detach()).copy_(values)
+        if "master_weight" in state:
+            state["master_weight"].copy_(values)
         parameter.detach().copy_(values)
         self.note([parameter])
 
@@ -114,12 +119,18 @@ def edited_master(
     shape = values.shape
     returned = fn(values)
     values = values if returned is None else returned
-    if values.shape != shape or not bool(torch.isfinite(values).all()):
+    usable = values.shape == shape and values.is_floating_point()
+    if usable:
+        values = values.to(torch.float32)
+        usable = bool(torch.isfinite(values).all())
+        usable = usable and bool(torch.isfinite(values.to(parameter.dtype)).all())
+    if not usable:
         raise ValueError(
             complaint(
                 name,
-                got=f"a master of shape {tuple(values.shape)}, non-finite or misshapen",
-                wanted=f"finite values of shape {tuple(shape)}",
+                got=f"{values.dtype} of shape {tuple(values.shape)}, not finite in "
+                f"{parameter.dtype} or misshapen",
+                wanted=f"finite floats of shape {tuple(shape)}",
                 remedy="Nothing was written; mend the function.",
             )
         )
@@ -132,12 +143,14 @@ def _same_bits(master: Tensor, parameter: Tensor) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     """The words of a 16-bit tensor, which compare equal exactly where the bits are."""
-    return tensor.view(torch.int16)
+    return tensor.view(torch.int16) if tensor.element_size() == 2 else tensor
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    """Some words of the weight, spread over it; a view where the weight is contiguous."""
-    flat = _bits(parameter.detach()).reshape(-1)
+    """Some words of the weight, spread over its storage; a view where that has no holes."""
+    strides = parameter.stride()
+    order = sorted(range(parameter.ndim), key=lambda dim: -strides[dim])
+    flat = _bits(parameter.detach()).permute(order).reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLED_WORDS)]
 
 

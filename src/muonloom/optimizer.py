@@ -80,7 +80,7 @@ class Muon(MasterAccess):
         skip_nonfinite: whether a step with a NaN or infinite gradient is left out, instead of raising.
         max_consecutive_skips: so many steps in a row may be left out; the next one raises.
         free_gradients: whether to set each ``.grad`` to None as soon as the step needs it no more, so
-            that memory falls during the step; ``main_grad`` stays.
+            that memory falls during the step, also where the step is skipped; ``main_grad`` stays.
         placement: where masters and momentum live: ``"device"``.
 
     Raises:
@@ -156,9 +156,11 @@ class Muon(MasterAccess):
         self._plan_key: tuple[Any, ...] = ()
         self._record: StepRecord | None = None
         self._report: StepReport | None = None
+        self._is_built = False
         groups = _as_groups(params)
         # torch refuses an empty list; a rank or a stage that owns nothing is ordinary here.
         super().__init__(groups or [{"params": []}], group_defaults)
+        self._is_built = True
         announce(
             self.param_groups,
             self._assignments,
@@ -205,11 +207,19 @@ class Muon(MasterAccess):
         halves = split_group(param_group, members, assignments, defaults)
         for half in halves:
             check_group({**self.defaults, **half}, owner=owner)
-        for half in halves:
-            super().add_param_group(half)
-        for (_, tensor), assignment in zip(members, assignments, strict=True):
-            self._assignments[tensor] = assignment
-        self._plan = None
+        before = len(self.param_groups)
+        try:
+            for half in halves:
+                super().add_param_group(half)
+            for (_, tensor), assignment in zip(members, assignments, strict=True):
+                self._assignments[tensor] = assignment
+            if self._is_built:
+                self._current_plan()
+        except Exception:
+            del self.param_groups[before:]
+            for _, tensor in members:
+                self._assignments.pop(tensor, None)
+            raise
 
     # -- the step -----------------------------------------------------------------------------------
 
@@ -257,8 +267,10 @@ class Muon(MasterAccess):
                 StepRecord(skipped=True, consecutive_skips=skips, grad_norm=verdict.grad_norm)
             )
             self._skips.warn(verdict)
+            if self._settings["free_gradients"]:
+                self.zero_grad(set_to_none=True)  # or one bad batch would spoil all steps after it
             return loss
-        had_state = bool(self.state)
+        had_state = any(self.state.values())
         self._prepare(bounds, doubt=verdict.weights_moved)
         record = StepRecord(grad_norm=verdict.grad_norm, clock=clock)
         if had_state or not only_makes_state(verdict, bounds):
@@ -275,9 +287,9 @@ class Muon(MasterAccess):
     def _prepare(self, bounds: Sequence[Bound | None], *, doubt: bool) -> None:
         """Refuse stale weights, then make the state that is missing."""
         present = [bound for bound in bounds if bound is not None]
+        if doubt:
+            self._masters.doubt_all()
         for bound in present:
-            if doubt:
-                self._masters.doubt(bound.weight)
             self._masters.check(bound.name, bound.weight, bound.state)
         groups = {t: group for group in self.param_groups for t in group["params"]}
         for bound in present:
@@ -391,6 +403,8 @@ class Muon(MasterAccess):
 
         def check(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             ordered, found = aligned(saved, self.param_groups)
+            for i, group in enumerate(ordered["param_groups"]):
+                check_group(group, owner=f"param_groups[{i}].")
             pairs.extend(found)
             return ordered
 
@@ -415,7 +429,15 @@ class Muon(MasterAccess):
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep what `torch.optim.Optimizer` drops, but for the engine, which is made anew."""
-        kept = ("_settings", "_layout", "_assignments", "_masters", "_rate_was_given", "_skips")
+        kept = (
+            "_is_built",
+            "_settings",
+            "_layout",
+            "_assignments",
+            "_masters",
+            "_rate_was_given",
+            "_skips",
+        )
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

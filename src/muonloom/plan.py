@@ -81,7 +81,6 @@ class ScalarEntry:
     kind: str
     shape: tuple[int, ...]
     pool: tuple[object, ...]
-    divisible: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +162,6 @@ class Item:
     op: Op
     batch: int
     unit: int
-    numel: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,14 +193,8 @@ class Plan:
                 counts[unit.shape] = counts.get(unit.shape, 0) + unit.count
         return counts
 
-    @property
-    def unit_numel(self) -> int:
-        """The largest unit or pack: what the FP32 scratch has to hold."""
-        units = (unit.numel for batch in self.batches for unit in batch.units)
-        return max((*units, *(pack.numel for pack in self.packs)), default=0)
-
     def gradient_uses(self) -> Counter[int]:
-        """Return how many items read the gradient of each parameter for the last time."""
+        """Return in how many units and spans the gradient of each parameter is used up."""
         units = (unit.parameter for batch in self.batches for unit in batch.units)
         return Counter((*units, *(span.parameter for pack in self.packs for span in pack.spans)))
 
@@ -278,13 +270,11 @@ def build_plan(
 
 def _items(batches: Sequence[Batch], packs: Sequence[Pack]) -> Iterator[Item]:
     for b, batch in enumerate(batches):
-        for u, unit in enumerate(batch.units):
-            yield Item(op=Op.DIRECTION, batch=b, unit=u, numel=unit.numel)
-        yield Item(op=Op.ORTHOGONALIZE, batch=b, unit=-1, numel=batch.numel)
-        for u, unit in enumerate(batch.units):
-            yield Item(op=Op.UPDATE, batch=b, unit=u, numel=unit.numel)
-    for p, pack in enumerate(packs):
-        yield Item(op=Op.ADAMW, batch=-1, unit=p, numel=pack.numel)
+        units = range(len(batch.units))
+        yield from (Item(op=Op.DIRECTION, batch=b, unit=u) for u in units)
+        yield Item(op=Op.ORTHOGONALIZE, batch=b, unit=-1)
+        yield from (Item(op=Op.UPDATE, batch=b, unit=u) for u in units)
+    yield from (Item(op=Op.ADAMW, batch=-1, unit=p) for p in range(len(packs)))
 
 
 @dataclass(frozen=True)
@@ -404,7 +394,6 @@ def _packs(scalars: Sequence[ScalarEntry]) -> Iterator[Pack]:
 def _spans(entry: ScalarEntry) -> Iterator[Span]:
     numel = math.prod(entry.shape)
     most = _DEFAULT_UNIT_BYTES // _FP32_BYTES // _SPAN_ALIGNMENT * _SPAN_ALIGNMENT
-    step = most if entry.divisible else max(numel, 1)
-    for start in range(0, numel, step):
-        stop = min(start + step, numel)
+    for start in range(0, numel, most):
+        stop = min(start + most, numel)
         yield Span(parameter=entry.index, start=start, stop=stop, last=stop == numel)

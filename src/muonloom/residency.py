@@ -83,7 +83,9 @@ class MasterAccess(Optimizer):
                 for param, name in chosen.items()
             }
             for param, values in edited.items():
-                self._masters.replace(param, self.state[param], values)
+                needs_state = param.dtype != torch.float32
+                state = self.state[param] if needs_state else self.state.get(param, {})
+                self._masters.replace(param, state, values)
 
     def _assignment(self, param: Tensor) -> Assignment:
         if param not in self._assignments:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muonloom.config import is_number
 from muonloom.errors import complaint
 
 State = dict[str, Tensor]
@@ -88,7 +89,8 @@ def aligned(
         # optimizer's own choice.
         entry = {**ours, **theirs, "params": ids, "momentum_dtype": ours["momentum_dtype"]}
         if isinstance(entry["ns_compute_dtype"], str):
-            entry["ns_compute_dtype"] = getattr(torch, entry["ns_compute_dtype"])
+            name = entry["ns_compute_dtype"]
+            entry["ns_compute_dtype"] = getattr(torch, name, name)
         entry.pop("param_names", None)
         if "param_names" in theirs:
             entry["param_names"] = names
@@ -144,9 +146,19 @@ def _check_state(
     name: str, parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
 ) -> None:
     known = state_dtypes(parameter, group)
+    needed = known.keys() - {"master_weight"}
+    if state and not needed <= state.keys() and state.keys() & needed:
+        raise ValueError(
+            complaint(
+                name,
+                got=f"saved state without {sorted(needed - state.keys())}",
+                wanted=f"all of {sorted(needed)}, or none",
+                remedy="Load the state as it was saved.",
+            )
+        )
     for key, value in state.items():
         shape = () if key == "step" else tuple(parameter.shape)
-        if key == "step" and isinstance(value, int | float):
+        if key == "step" and is_number(value) and not isinstance(value, Tensor):
             continue  # as other tools save it
         if key not in known or not isinstance(value, Tensor) or tuple(value.shape) != shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

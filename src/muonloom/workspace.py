@@ -24,7 +24,8 @@ class Workspace:
         scratch = max(
             (b.scratch_numel * b.recipe.compute_dtype.itemsize for b in batches), default=0
         )
-        self._unit_bytes = _padded(4 * plan.unit_numel)
+        units = (unit.numel for batch in batches for unit in batch.units)
+        self._unit_bytes = _padded(torch.float32.itemsize * max(units, default=0))
         self._scratch_bytes = _padded(scratch)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -32,10 +33,6 @@ class Workspace:
     def nbytes(self) -> int:
         """The bytes that are really allocated."""
         return self._buffer.untyped_storage().nbytes()
-
-    def release(self) -> None:
-        """Give the allocation back; the next use makes it again."""
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def x(self, batch: Batch) -> Tensor:
         """Return the (count, rows, columns) matrices of `batch`, in its compute dtype."""

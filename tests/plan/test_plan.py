@@ -28,12 +28,8 @@ def entry(index: int, shape: tuple[int, ...], spec: BlockSpec, *, steps: int = 5
     )
 
 
-def scalar(
-    index: int, shape: tuple[int, ...], pool: int = 0, divisible: bool = True
-) -> ScalarEntry:
-    return ScalarEntry(
-        index=index, name=f"s{index}", kind="s", shape=shape, pool=(pool,), divisible=divisible
-    )
+def scalar(index: int, shape: tuple[int, ...], pool: int = 0) -> ScalarEntry:
+    return ScalarEntry(index=index, name=f"s{index}", kind="s", shape=shape, pool=(pool,))
 
 
 CHOICES = [
@@ -125,12 +121,6 @@ def test_large_scalar_parameters_are_cut_at_aligned_places():
     assert all(span.start % 64 == 0 for span in spans)
     assert spans[-1].stop == numel
     assert [span.last for span in spans] == [False, False, True]
-
-
-def test_a_strided_scalar_parameter_is_not_cut():
-    numel = (64 << 20) // 4 * 2 + 10
-    (pack,) = build_plan([], [scalar(0, (numel,), divisible=False)]).packs
-    assert [(span.start, span.stop) for span in pack.spans] == [(0, numel)]
 
 
 def test_pools_do_not_share_a_call():
