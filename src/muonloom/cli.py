@@ -102,7 +102,12 @@ def _show_warning(
 @app.command()
 def inspect(
     target: Annotated[
-        Path, typer.Argument(metavar="TARGET", help="config.json, or a directory with a model.")
+        Path,
+        typer.Argument(
+            metavar="TARGET",
+            help="config.json, a directory with a model, or a training TOML "
+            "(whose [optim] options are used).",
+        ),
     ],
     heads_per_block: Annotated[
         int | None, typer.Option(min=1, help="Cut attention projections into blocks of K heads.")
@@ -119,6 +124,8 @@ def inspect(
     with _plain_errors():
         from muonloom.inspection import run_inspect
 
+        if target.suffix == ".toml":
+            _check_training_file(target)
         run_inspect(
             target,
             heads_per_block=heads_per_block,
@@ -126,6 +133,16 @@ def inspect(
             cut_output=cut_output,
             as_json=json,
         )
+
+
+def _check_training_file(path: Path) -> None:
+    """Refuse what `train` would refuse, so that both speak of the same model."""
+    from muonloom.train.config_file import load_config
+    from muonloom.train.model import make_transformers_config
+
+    model = load_config(path).model
+    if model.config is not None:
+        make_transformers_config(model.config)
 
 
 @app.command()

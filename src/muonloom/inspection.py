@@ -269,6 +269,8 @@ def _read(path: Path, settings: HeadSettings) -> tuple[dict[str, Any], HeadSetti
 
 
 def _merge(settings: HeadSettings, optim: Mapping[str, Any]) -> HeadSettings:
+    if optim.get("algorithm") == "adamw":
+        return HeadSettings(overrides={"*": "adamw"})
     return HeadSettings(
         heads_per_block=settings.heads_per_block or optim.get("heads_per_block"),
         mla_components=settings.mla_components or bool(optim.get("mla_components")),

@@ -145,6 +145,11 @@ class Muon(MasterAccess):
             }
         )
         check_group(group_defaults)
+        if layout is not None and not isinstance(layout, Layout):
+            raise TypeError(
+                f"layout: got {type(layout).__name__}; wanted a muonloom.Layout. "
+                "Make one by Layout.from_model(model)."
+            )
         self._layout = layout
         self._assignments: dict[Tensor, Assignment] = {}
         self._masters = MasterBook()
@@ -452,6 +457,11 @@ def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     if isinstance(params, Tensor):
         raise TypeError(
             "params: got a tensor; wanted an iterable of parameters. Pass model.named_parameters()."
+        )
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"params: got a module ({type(params).__name__}); wanted an iterable of parameters. "
+            "Pass model.named_parameters()."
         )
     members = list(params)
     if members and isinstance(members[0], dict):

@@ -117,6 +117,22 @@ def test_inspect_passes_its_options_on(workdir):
     assert json.loads(whole.stdout) != json.loads(cut.stdout)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "begins"),
+    [
+        ("num_hidden_layers", "num_hiden_layers", "model.config"),
+        ("[optim]", "[optim]\nheads_per_blok = 1", "optim.heads_per_blok"),
+    ],
+)
+def test_inspect_refuses_what_train_would(workdir, old, new, begins):
+    (workdir / "bad.toml").write_text(CONFIG.replace(old, new))
+    for command in ("inspect", "train"):
+        result = invoke(command, "bad.toml")
+        assert result.exit_code == 2
+        assert begins in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
 def test_ctrl_c_ends_cleanly_with_130(workdir):
     endless = ("--set", "schedule.steps=1000000", "--set", "run.save_model=false")
     process = subprocess.Popen(

@@ -242,3 +242,11 @@ def test_nothing_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(inspection, "_build_on_meta", keep)
     inspect_model(_config(tmp_path, "mixtral"))
     assert all(parameter.device == torch.device("meta") for parameter in built[0].parameters())
+
+
+def test_a_training_file_with_adamw_alone_has_no_matrices():
+    root = Path(__file__).parents[2]
+    inspection = inspect_model(root / "configs" / "default-adamw.toml")
+    assert inspection.totals.matrices == 0
+    assert inspection.totals.adamw_parameters == inspection.totals.parameters
+    assert inspection.totals.adamw_bytes == 8 * inspection.totals.parameters

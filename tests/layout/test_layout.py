@@ -569,3 +569,11 @@ def test_a_rule_is_data() -> None:
     assert rule.kind == "layers.*.experts.*.w"
     assert isinstance(rule, Rule)
     assert hash(rule) == hash(Layout.from_shapes({rule.name: (4, 3)})[rule.name])
+
+
+def test_transposed_convolutions_are_no_matrices() -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(8, 6, 3), nn.Linear(4, 2))
+    with pytest.warns(UserWarning, match="no family table"):
+        layout = Layout.from_model(model)
+    assert layout["0.weight"].algorithm == "adamw"
+    assert "transposed convolution" in layout["0.weight"].reason

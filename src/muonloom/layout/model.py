@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from muonloom.errors import complaint
 from muonloom.layout.build import Family, Parameter
@@ -97,6 +97,8 @@ def _hints(parameter: nn.Parameter, owner: nn.Module, *, is_head: bool) -> Hints
         return Hints(adamw="embedding, by module")
     if is_head:
         return Hints(adamw="output head, by module")
+    if isinstance(owner, _ConvTransposeNd):
+        return Hints(adamw="transposed convolution: (in, out, *kernel) is no (out, in) matrix")
     return Hints(
         convolution=isinstance(owner, _ConvNd),
         transposed=type(owner).__name__ == "Conv1D",

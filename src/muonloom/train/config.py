@@ -83,7 +83,7 @@ class OptimConfig(_Section):
     ns_steps: Count = 5
     ns_coefficients: str | tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     ns_method: Literal["auto", "standard", "gram"] = "auto"
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral", "none"] | None = None
     adamw_lr: Rate | None = None
     adamw_betas: tuple[Decay, Decay] = (0.9, 0.95)
     adamw_eps: Rate = 1e-8

@@ -46,7 +46,7 @@ def _heading(summary: dict[str, Any]) -> RenderableType:
     text.append(f"{machine['title']}", style="bold")
     text.append(
         f"  ·  {machine['processor']}, {machine['num_cores']} cores, {machine['num_threads']} "
-        f"threads  ·  torch {machine['torch']}, transformers {machine['transformers']}\n"
+        f"thread(s)  ·  torch {machine['torch']}, transformers {machine['transformers']}\n"
     )
     text.append(
         f"{model['class']}, {model['parameters']:,} parameters, {model['dtype']}; {ended} "
