@@ -16,6 +16,16 @@ from muonloom.errors import complaint
 from muonloom.layout import BlockSpec, Layout, Rule, canonical_name
 from muonloom.math import make_recipe, muon_scale
 
+_WHOLE_ONLY = frozenset(
+    {
+        "layout",
+        "ns_batch_bytes",
+        "free_gradients",
+        "skip_nonfinite",
+        "max_consecutive_skips",
+        "placement",
+    }
+)
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -28,6 +38,37 @@ class Assignment:
     algorithm: str
     shape: tuple[int, ...]
     spec: BlockSpec | None
+
+
+def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return what a caller passes as `params` as groups; none for an empty list."""
+    if isinstance(params, Tensor):
+        raise TypeError(
+            "params: got a tensor; wanted an iterable of parameters. Pass model.named_parameters()."
+        )
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"params: got a module ({type(params).__name__}); wanted an iterable of parameters. "
+            "Pass model.named_parameters()."
+        )
+    members = list(params)
+    if members and isinstance(members[0], dict):
+        return members
+    return [{"params": members}] if members else []
+
+
+def refuse_misplaced(group: Mapping[str, Any], *, owner: str) -> None:
+    """Raise a ValueError for an option of the whole optimizer in a group, where it would do nothing."""
+    misplaced = sorted(_WHOLE_ONLY & group.keys())
+    if misplaced:
+        raise ValueError(
+            complaint(
+                owner + misplaced[0],
+                got="an option of the whole optimizer in a group",
+                wanted="an option of one group",
+                remedy="Give it to Muon(...).",
+            )
+        )
 
 
 def named_members(group: Mapping[str, Any], first: int) -> list[tuple[str | None, Tensor]]:

@@ -19,10 +19,12 @@ from muonloom.engine import Bound, Engine, adamw_squares
 from muonloom.errors import complaint
 from muonloom.groups import (
     Assignment,
+    as_groups,
     assign,
     check_group,
     check_not_twice,
     named_members,
+    refuse_misplaced,
     split_group,
 )
 from muonloom.guard import SkipPolicy, gradient_of, inspect_gradients
@@ -36,8 +38,6 @@ from muonloom.telemetry import PhaseClock, StepRecord, StepReport
 _log = logging.getLogger("muonloom")
 
 _GROUP_ONLY = frozenset({"params", "param_names", "algorithm"})
-_BOTH = frozenset({"adamw_lr", "adamw_weight_decay"})
-_WHOLE_ONLY = frozenset({"layout", "skip_nonfinite", "max_consecutive_skips", "placement"})
 
 
 class Muon(MasterAccess):
@@ -162,7 +162,7 @@ class Muon(MasterAccess):
         self._record: StepRecord | None = None
         self._report: StepReport | None = None
         self._is_built = False
-        groups = _as_groups(params)
+        groups = as_groups(params)
         # torch refuses an empty list; a rank or a stage that owns nothing is ordinary here.
         super().__init__(groups or [{"params": []}], group_defaults)
         self._is_built = True
@@ -193,16 +193,7 @@ class Muon(MasterAccess):
                 "Muon: dropped a group of %d parameters, none of them trainable", len(members)
             )
             return
-        misplaced = sorted((self._settings.keys() | _WHOLE_ONLY) & param_group.keys() - _BOTH)
-        if misplaced:
-            raise ValueError(
-                complaint(
-                    owner + misplaced[0],
-                    got="an option of the whole optimizer in a group",
-                    wanted="an option of one group",
-                    remedy="Give it to Muon(...).",
-                )
-            )
+        refuse_misplaced(param_group, owner=owner)
         check_not_twice(members, known=self._assignments, first=first)
         algorithm = param_group.get("algorithm")
         assignments = assign(members, layout=self._layout, algorithm=algorithm, first=first)
@@ -451,22 +442,6 @@ class Muon(MasterAccess):
         self._drained = True
         self._engine, self._plan, self._plan_key = Engine(), None, ()
         self._record, self._report = None, None
-
-
-def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    if isinstance(params, Tensor):
-        raise TypeError(
-            "params: got a tensor; wanted an iterable of parameters. Pass model.named_parameters()."
-        )
-    if isinstance(params, torch.nn.Module):
-        raise TypeError(
-            f"params: got a module ({type(params).__name__}); wanted an iterable of parameters. "
-            "Pass model.named_parameters()."
-        )
-    members = list(params)
-    if members and isinstance(members[0], dict):
-        return members
-    return [{"params": members}] if members else []
 
 
 @contextlib.contextmanager
