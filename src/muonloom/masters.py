@@ -18,7 +18,7 @@ class MasterBook:
     """Knows for each parameter which version of its weight the master describes.
 
     Versions and addresses tell of most writes from outside. Edits through ``.data`` leave no trace, so
-    some words of every weight are kept on the device, all of a device in one tensor.
+    some words of every weight are kept on the device, and compared for all weights of it at once.
     """
 
     def __init__(self) -> None:

@@ -280,6 +280,9 @@ class Muon(MasterAccess):
         tensors = (tensor for group in self.param_groups for tensor in group["params"])
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
+    def _groups_by_parameter(self) -> dict[Tensor, dict[str, Any]]:
+        return {tensor: group for group in self.param_groups for tensor in group["params"]}
+
     def _prepare(self, bounds: Sequence[Bound | None], *, doubt: bool) -> None:
         """Refuse stale weights, then make the state that is missing."""
         present = [bound for bound in bounds if bound is not None]
@@ -287,7 +290,7 @@ class Muon(MasterAccess):
             self._masters.doubt_all()
         for bound in present:
             self._masters.check(bound.name, bound.weight, bound.state)
-        groups = {t: group for group in self.param_groups for t in group["params"]}
+        groups = self._groups_by_parameter()
         for bound in present:
             bound.state = self.state[bound.weight]
             self._masters.ensure(bound.weight, bound.state)
@@ -405,7 +408,7 @@ class Muon(MasterAccess):
             return ordered
 
         def restore(_: Optimizer) -> None:
-            groups = {t: group for group in self.param_groups for t in group["params"]}
+            groups = self._groups_by_parameter()
             for group in self.param_groups:
                 for key, value in self.defaults.items():
                     group.setdefault(key, value)

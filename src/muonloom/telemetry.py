@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -95,6 +96,12 @@ class BatchRecord:
     finite: Tensor
     idle: Tensor
 
+    @cached_property
+    def applied_norms(self) -> list[float]:
+        """The norms again, as numbers, with 0 where no update was applied."""
+        applied = torch.where(self.written, self.norms, torch.zeros_like(self.norms))
+        return [float(norm) for norm in applied.tolist()]
+
 
 @dataclass(kw_only=True)
 class StepRecord:
@@ -159,7 +166,7 @@ class StepRecord:
         """Say by kind how much its head blocks differ: in RMS of update, and in norm of momentum."""
         per_parameter: dict[tuple[str, str, tuple[int, int]], tuple[list[float], list[float]]] = {}
         for batch in self.batches:
-            norms = torch.where(batch.written, batch.norms, torch.zeros_like(batch.norms)).tolist()
+            norms = batch.applied_norms
             for run in batch.runs:
                 if run.head_momentum is None:
                     continue
@@ -197,7 +204,7 @@ class StepRecord:
     def _muon_squares(self) -> Squares:
         squares: Squares = {}
         for batch in self.batches:
-            norms = torch.where(batch.written, batch.norms, torch.zeros_like(batch.norms)).tolist()
+            norms = batch.applied_norms
             for run in batch.runs:
                 square, numel = squares.get(run.kind, (0.0, 0))
                 part = norms[run.offset : run.offset + run.count]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from muonloom.bench.gate import Gate, GateResult, polynomial
-from muonloom.errors import complaint
+from muonloom.bench.text import between_markers
 from muonloom.math import (
     Recipe,
     expand_coefficients,
@@ -236,19 +236,8 @@ def gate_markdown(choices: Sequence[Choice]) -> list[str]:
     return lines
 
 
-def replace_between_markers(text: str, lines: Sequence[str]) -> str:
-    """Return ``text`` with what stands between the markers replaced.
-
-    Raises:
-        ValueError: the markers are not there, once each and in order.
-    """
-    head, found, rest = text.partition(BEGIN)
-    _, closed, tail = rest.partition(END)
-    if not (found and closed):
-        raise ValueError(
-            complaint("--out", got="no markers", wanted=f"{BEGIN} ... {END}", remedy="Add both.")
-        )
-    return head + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + tail
+def _into(text: str, lines: Sequence[str]) -> str:
+    return between_markers(text, "\n".join(lines), begin=BEGIN, end=END, owner="--out")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -266,17 +255,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         conditions, aspects, shapes = (1e0, 1e3, 1e6), (1, 4), GATE_SHAPES[:1]
     try:
         text = options.out.read_text(encoding="utf-8")
-        replace_between_markers(text, [])
+        _into(text, [])
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     choices = list(gate_choices(shapes, seed=options.seed))
-    lines = ["", "### The gate, for every choice of auto", *gate_markdown(choices)]
+    lines = ["### The gate, for every choice of auto", *gate_markdown(choices)]
     lines += ["", "### All methods"]
     lines += accuracy_markdown(
         conditions=conditions, aspects=aspects, short=options.short, seed=options.seed
     )
-    options.out.write_text(replace_between_markers(text, lines), encoding="utf-8")
+    options.out.write_text(_into(text, lines), encoding="utf-8")
     return 0 if all(r.passed for choice in choices for r in choice.results) else 1
 
 

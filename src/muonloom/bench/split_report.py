@@ -10,7 +10,7 @@ from typing import Any
 
 from muonloom.bench.flops import standard_flops
 from muonloom.bench.split_change import STEPS, Change
-from muonloom.errors import complaint
+from muonloom.bench.text import between_markers
 from muonloom.train.plots import BLUE, GREEN, ORANGE, Points, smoothed
 
 # Of the same palette as the colours of the training curves.
@@ -52,13 +52,7 @@ def replace_section(text: str, section: str, lines: Sequence[str]) -> str:
         ValueError: the markers are not there, once each and in order.
     """
     begin, end = f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
-    head, found, rest = text.partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not (found and closed):
-        raise ValueError(
-            complaint("--doc", got="no markers", wanted=f"{begin} ... {end}", remedy="Add both.")
-        )
-    return head + begin + "\n\n" + "\n".join(lines) + "\n\n" + end + tail
+    return between_markers(text, "\n".join(lines), begin=begin, end=end, owner="--doc")
 
 
 def experiment_table(curves: Sequence[Curves]) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from muonloom.errors import complaint
+
 Block = tuple[str, Sequence[str], list[list[str]]]
 """A table: title, columns, rows."""
 
@@ -15,3 +17,18 @@ def number(value: float | None, digits: int = 3) -> str:
     if value >= 10 ** (digits - 1):
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
+
+
+def between_markers(text: str, content: str, *, begin: str, end: str, owner: str) -> str:
+    """Return ``text`` with what stands between two markers replaced.
+
+    Raises:
+        ValueError: the markers are not there, in order; the message leads with ``owner``.
+    """
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(
+            complaint(owner, got="no markers", wanted=f"{begin} ... {end}", remedy="Add both.")
+        )
+    return f"{head}{begin}\n\n{content}\n\n{end}{tail}"
