@@ -1,5 +1,6 @@
 """Muon for models whose optimizer state does not fit."""
 
+from muonloom.config import HostPlacement
 from muonloom.errors import ConfigError, StaleMasterError
 from muonloom.groups import parameter_groups
 from muonloom.layout import BlockSpec, Layout, register_family
@@ -11,6 +12,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockSpec",
     "ConfigError",
+    "HostPlacement",
     "Layout",
     "Muon",
     "StaleMasterError",

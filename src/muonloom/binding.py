@@ -7,15 +7,18 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from muonloom.bound import Bound
 from muonloom.config import AdamWOptions, MuonOptions
-from muonloom.engine import Bound
 from muonloom.errors import complaint
 from muonloom.groups import Assignment, rate_warning, recipe_options
 from muonloom.guard import Verdict, gradient_of
 from muonloom.plan import MatrixEntry, Plan, ScalarEntry, build_plan
-from muonloom.state import planned_state_bytes
+from muonloom.schedule import StagedState
+from muonloom.staging import Source
+from muonloom.state import kept_dtypes, planned_state_bytes
 
 _log = logging.getLogger("muonloom")
 
@@ -43,34 +46,47 @@ def known(assignments: Mapping[Tensor, Assignment], tensor: Tensor) -> Assignmen
 def plan_key(groups: Groups) -> tuple[Any, ...]:
     """Return what the plan depends on and a caller may change between two steps."""
     return tuple(
-        (len(group["params"]), group["algorithm"], group["eps"], repr(recipe_options(group)))
+        (
+            tuple((id(tensor), tensor.dtype, tensor.device) for tensor in group["params"]),
+            group["algorithm"],
+            group["eps"],
+            repr(recipe_options(group)),
+        )
         for group in groups
     )
 
 
 def plan_of(
-    groups: Groups, assignments: Mapping[Tensor, Assignment], *, ns_batch_bytes: int | str
+    groups: Groups,
+    assignments: Mapping[Tensor, Assignment],
+    *,
+    ns_batch_bytes: int | str,
+    slot_bytes: int | None = None,
 ) -> Plan:
     """Return the plan of one step; parameters are counted through all groups, in order."""
     matrices: list[MatrixEntry] = []
     scalars: list[ScalarEntry] = []
     pairs = [(g, tensor) for g, group in enumerate(groups) for tensor in group["params"]]
+    turns = {tensor: turn for turn, tensor in enumerate(assignments)}
     for index, (g, tensor) in enumerate(pairs):
         assignment = known(assignments, tensor)
         if assignment.spec is None:
             scalars.append(
                 ScalarEntry(
                     index=index,
+                    turn=turns[tensor],
                     name=assignment.name,
                     kind=assignment.kind,
                     shape=assignment.shape,
-                    pool=(g, str(tensor.device)),
+                    device=tensor.device,
+                    pool=(g,),
                 )
             )
             continue
         matrices.append(
             MatrixEntry(
                 index=index,
+                turn=turns[tensor],
                 name=assignment.name,
                 kind=assignment.kind,
                 shape=assignment.shape,
@@ -80,7 +96,37 @@ def plan_of(
                 recipe_options=tuple(sorted(recipe_options(groups[g]).items())),
             )
         )
-    return build_plan(matrices, scalars, ns_batch_bytes=ns_batch_bytes)
+    return build_plan(matrices, scalars, ns_batch_bytes=ns_batch_bytes, slot_bytes=slot_bytes)
+
+
+def staged_states(
+    groups: Groups, states: Mapping[Tensor, dict[str, Tensor]], *, split: bool
+) -> dict[int, StagedState]:
+    """Return by parameter, as the plan counts them, which state passes through the device."""
+    pairs = [(group, tensor) for group in groups for tensor in group["params"]]
+    staged = {}
+    for index, (group, tensor) in enumerate(pairs):
+        dtypes = kept_dtypes(tensor, group, split=split)
+        # State that exists keeps its dtype, whatever its group says by now.
+        dtypes |= {k: t.dtype for k, t in states.get(tensor, {}).items() if k in dtypes}
+        sizes = {key: dtype.itemsize for key, dtype in dtypes.items() if key != "step"}
+        room = tuple(pair for pair in sizes.items() if pair[0] == "momentum_buffer")
+        slot = tuple(pair for pair in sizes.items() if pair[0] != "momentum_buffer")
+        staged[index] = StagedState(room=room, slot=slot)
+    return staged
+
+
+def sources_of(
+    groups: Groups,
+    assignments: Mapping[Tensor, Assignment],
+    states: Mapping[Tensor, dict[str, Tensor]],
+) -> list[Source]:
+    """Return all parameters' state and cut, in the plan's order."""
+    return [
+        Source(state=states.get(tensor, {}), spec=known(assignments, tensor).spec)
+        for group in groups
+        for tensor in group["params"]
+    ]
 
 
 def bind(
@@ -143,7 +189,12 @@ def only_makes_state(verdict: Verdict, bounds: Sequence[Bound | None]) -> bool:
 
 
 def announce(
-    groups: Groups, assignments: Mapping[Tensor, Assignment], plan: Plan, *, warn: bool
+    groups: Groups,
+    assignments: Mapping[Tensor, Assignment],
+    plan: Plan,
+    *,
+    host_bytes: int | None,
+    warn: bool,
 ) -> None:
     """Log what was built in one line; warn of AdamW parameters that were probably not meant so.
 
@@ -151,6 +202,7 @@ def announce(
         groups: the optimizer's groups.
         assignments: what was decided for each parameter.
         plan: of a whole step.
+        host_bytes: of the slabs; None in device placement.
         warn: whether nobody gave AdamW a rate of its own.
     """
     scalars = sum(assignment.algorithm == "adamw" for assignment in assignments.values())
@@ -164,10 +216,25 @@ def announce(
         warnings.warn(warning, UserWarning, stacklevel=4)
     _log.info(
         "Muon: %d parameters -> %d matrices in %d batches; %d AdamW parameters; "
-        "state: host 0 bytes, device %d bytes",
+        "state: host %d bytes, device %d bytes",
         len(assignments) - scalars,
         plan.num_matrices,
         plan.ns_calls,
         scalars,
-        planned_state_bytes(groups),
+        host_bytes or 0,
+        planned_state_bytes(groups) if host_bytes is None else 0,
     )
+    if host_bytes is not None:
+        _tell_of_fp32(assignments)
+
+
+def _tell_of_fp32(assignments: Mapping[Tensor, Assignment]) -> None:
+    """FP32 parameters are their own masters, so that these stay on the device."""
+    wide = [tensor for tensor in assignments if tensor.dtype == torch.float32]
+    if wide:
+        _log.info(
+            "Muon: %d FP32 parameters (%d bytes) are their own masters and stay on the device; only their "
+            "momentum moves. Keep the model in BF16 to have masters on the host too.",
+            len(wide),
+            sum(tensor.numel() * tensor.element_size() for tensor in wide),
+        )

@@ -151,10 +151,11 @@ def bench(
     quick: Annotated[bool, typer.Option(help="Few repetitions, small shapes.")] = False,
     threads: Annotated[int, typer.Option(min=1, help="Threads that torch may use.")] = 1,
     only: Annotated[
-        str | None, typer.Option(help="Run one part: orthogonalization, step or split.")
+        str | None,
+        typer.Option(help="Run one part: orthogonalization, step, split or staging."),
     ] = None,
 ) -> None:
-    """Measure the optimizer's step against its peers."""
+    """Measure the optimizer's step against its peers, and host placement against the device."""
     with _plain_errors():
         from muonloom.bench import run_bench
 

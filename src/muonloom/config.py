@@ -14,6 +14,7 @@ from muonloom.errors import complaint
 IDLE_CHOICES = ("update", "skip")
 ALGORITHMS = ("muon", "adamw")
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16)
+MASTER_LAYOUTS = ("full", "split")
 METHODS = ("standard", "gram", "auto")
 COMPUTE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 
@@ -70,9 +71,52 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "skip_nonfinite": (lambda value: isinstance(value, bool), "True or False"),
     "free_gradients": (lambda value: isinstance(value, bool), "True or False"),
     "max_consecutive_skips": (_is_count, "an integer >= 0"),
-    "placement": (lambda value: value == "device", "'device'"),
+    "placement": (
+        lambda value: value in ("device", "host") or isinstance(value, HostPlacement),
+        "'device', 'host' or a muonloom.HostPlacement",
+    ),
     "algorithm": (lambda value: value in ALGORITHMS, "'muon' or 'adamw'"),
 }
+
+
+@dataclass(frozen=True)
+class HostPlacement:
+    """Masters and momentum in host memory, streamed through a fixed part of the device's.
+
+    Attributes:
+        slot_bytes: of each device buffer through which state passes. "auto" takes a constant of the
+            device's kind, or more where the largest matrix or the masters of a batch need it.
+        num_slots: how many of them; one works, one thing after another; three let load, compute and
+            store overlap.
+        master_layout: ``"full"`` keeps FP32 masters; ``"split"`` keeps of a BF16 parameter's master
+            only the 16 bits that the weight lacks: the same numbers, half the bytes.
+
+    Raises:
+        ValueError: a value that is none of these.
+    """
+
+    slot_bytes: int | str = "auto"
+    num_slots: int = 3
+    master_layout: str = "full"
+
+    def __post_init__(self) -> None:
+        checks = {
+            "slot_bytes": (_is_batch_bytes, "'auto' or a positive number of bytes"),
+            "num_slots": (lambda value: _is_count(value) and value != 0, "an integer >= 1"),
+            "master_layout": (lambda value: value in MASTER_LAYOUTS, f"one of {MASTER_LAYOUTS}"),
+        }
+        for name, (accepts, wanted) in checks.items():
+            value = getattr(self, name)
+            if not accepts(value):
+                remedy = f"Change {name}."
+                raise ValueError(complaint(name, got=repr(value), wanted=wanted, remedy=remedy))
+
+
+def host_placement(placement: object) -> HostPlacement | None:
+    """Return how state is placed on the host, or None for the device."""
+    if isinstance(placement, HostPlacement):
+        return placement
+    return HostPlacement() if placement == "host" else None
 
 
 def check_options(options: Mapping[str, object], *, owner: str = "") -> None:

@@ -1,396 +1,320 @@
-"""Carry a plan out. The engine decides nothing: each item of the plan has one method here."""
+"""Carry a schedule out. The engine decides nothing: what to do, where, and after what is in the tasks."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from muonloom.config import AdamWOptions, MuonOptions
-from muonloom.layout import BlockSpec, MatrixView
-from muonloom.math import iterate, muon_scale, normalize_
-from muonloom.plan import Batch, Item, Op, Pack, Plan, Unit, flat_views
-from muonloom.telemetry import BatchRecord, MatrixRun, PhaseClock, Squares, StepRecord
-from muonloom.update import adamw_, advance_momentum_, apply_update_, update_direction
-from muonloom.workspace import Workspace
+from muonloom.bound import Bound
+from muonloom.compute import StepCompute
+from muonloom.device import Backend, Event, Stream
+from muonloom.places import ResidentPlaces, StagedPlaces
+from muonloom.plan import Plan
+from muonloom.schedule import Op, Schedule, Task
+from muonloom.staging import Source, Staging
+from muonloom.state import storage_bytes
+from muonloom.telemetry import PhaseClock, StepRecord
+from muonloom.workspace import Workspaces
 
-_RMS_CHUNK = 1 << 22
-
-# AdamW squares gradients in FP32; up to this the second moment and the moving averages stay finite.
-_LARGEST_SQUARABLE = 1e19
-
-
-@dataclass(kw_only=True)
-class Bound:
-    """One parameter and its tensors for one step.
-
-    Attributes:
-        name: canonical name.
-        weight: the device weight.
-        gradient: shaped as `weight`, or None: the parameter stays as it is.
-        state: the optimizer's state of this parameter.
-        options: its group's numbers.
-        spec: how it is cut; None for an AdamW parameter.
-    """
-
-    name: str
-    weight: Tensor
-    gradient: Tensor | None
-    state: dict[str, Tensor]
-    options: MuonOptions | AdamWOptions
-    spec: BlockSpec | None
-
-    @property
-    def master(self) -> Tensor:
-        """The FP32 weight that the optimizer owns: the parameter itself where that is FP32."""
-        return self.state.get("master_weight", self.weight)
-
-
-@dataclass(frozen=True)
-class _Views:
-    """A Muon parameter's long-lived tensors, cut as its block spec says."""
-
-    places: tuple[tuple[int, tuple[int, ...]], ...]
-    master: list[MatrixView]
-    momentum: list[MatrixView]
-    weight: list[MatrixView] | None
-
-
-@dataclass
-class _Flight:
-    """The batch that is being worked on.
-
-    `idle` and `held` are bool, one a matrix: whether its gradient is zero, and whether its group wants it
-    to stay as it is for that.
-    """
-
-    batch: Batch
-    x: Tensor
-    idle: Tensor
-    held: Tensor
-    result: Tensor | None = None
-    keep: Tensor | None = None
+Sources = Sequence[Source]
 
 
 class Engine:
-    """Runs plans; owns the workspaces and the cache of views."""
+    """Runs one schedule, step after step; owns workspaces, slots and rooms, and the streams' events.
 
-    def __init__(self) -> None:
-        self._plan: Plan | None = None
-        self._workspaces: dict[torch.device, Workspace] = {}
-        self._views: dict[int, _Views] = {}
+    Attributes:
+        schedule: what it runs.
+
+    Args:
+        plan: of the step.
+        schedule: of that plan.
+        torn: gets the names of parameters that a failed step left half written.
+        backend: the device's streams; None in device placement, where all work goes to the caller's.
+        sources: returns all parameters' state, as it is then.
+        memory_of: see `Staging`.
+        overlaps_forward: whether `run` returns before the weights are in order for the caller, who asks
+            for each by `wait_for`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        *,
+        torn: list[str],
+        backend: Backend | None = None,
+        sources: Callable[[], Sources] = list,
+        memory_of: Callable[[Tensor], Tensor] | None = None,
+        overlaps_forward: bool = False,
+    ) -> None:
+        self.schedule = schedule
+        self._torn = torn
+        self._plan = plan
+        self._backend = backend
+        self._sources = sources
+        self._overlaps_forward = overlaps_forward
+        self._workspaces = Workspaces(plan)
+        self._staging: Staging | None = None
+        self._places: ResidentPlaces | StagedPlaces = ResidentPlaces(schedule)
+        if backend is not None:
+            device = next((work.device for work in schedule.works), torch.device("cpu"))
+            assert memory_of is not None
+            self._staging = Staging(schedule, device, memory_of)
+            self._places = StagedPlaces(schedule, self._staging)
+        self._events: list[Event | None] = [None] * len(schedule.tasks)
+        self._last_computed: Event | None = None
+        self._compute: StepCompute | None = None
+        self._ahead = 0  # how many of the first tasks have been issued for the next step
+        self._last_load = max((i for i, t in enumerate(schedule.tasks) if _is_load(t)), default=-1)
+        self._ready = _last_writers(schedule)
 
     @property
     def workspace_bytes(self) -> int:
-        """The bytes of all workspaces, as allocated."""
-        return sum(workspace.nbytes for workspace in self._workspaces.values())
+        """The bytes of all workspaces and rooms, as allocated."""
+        rooms = self._staging.rooms if self._staging is not None else ()
+        return self._workspaces.nbytes + storage_bytes(rooms)
 
-    def load(self, plan: Plan) -> None:
-        """Take the plan that the next `run` carries out, and drop what belonged to the last one."""
-        self._plan = plan
-        self._views.clear()
-        self._workspaces.clear()
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of all slots, as allocated."""
+        return storage_bytes(self._staging.slots) if self._staging is not None else 0
+
+    @torch.no_grad()
+    def prefetch(self) -> None:
+        """Issue the loads that need not wait for the step, as far as that has not been done."""
+        if self._staging is not None and self._ahead < self.schedule.prefetch:
+            self._load_ahead(self._sources(), done=len(self.schedule.tasks))
+
+    def _load_ahead(self, sources: Sources, *, done: int) -> None:
+        """Issue first loads of the next step, as far as tasks before `done` are all that they wait for.
+
+        They stand behind all loads of this step, so that none of these waits in line for their places.
+        """
+        assert self._staging is not None
+        while self._ahead < self.schedule.prefetch:
+            task = self.schedule.tasks[self._ahead]
+            if any(wait >= done for wait in task.waits):
+                return
+            parts = self._staging.parts_with_state(task.unit, sources)
+            self._load(self._ahead, task, sources, parts)
+            self._ahead += 1
 
     @torch.no_grad()
     def run(
         self,
-        parameters: Sequence[Bound | None],
+        bounds: Sequence[Bound | None],
         record: StepRecord,
         clock: PhaseClock,
         *,
-        free_gradients: bool = False,
+        free_gradients: bool,
+        after: Callable[[], None],
     ) -> None:
-        """Do one step.
+        """Do one step; return when the new weights are in order for the caller, unless forward overlaps.
 
         Args:
-            parameters: indexed as the plan's; None for one that has no part in this step.
+            bounds: indexed as the plan's parameters; None for one that has no part in this step.
             record: gets what was done.
             clock: gets when.
             free_gradients: set ``.grad`` to None as soon as a parameter's gradient was last read.
+            after: called when the weights are written, also where the step failed in the middle.
+
+        Raises:
+            Exception: what failed in between, after all that had been begun was brought to an end.
         """
-        plan = self._plan
-        assert plan is not None
-        step = _Step(self, plan, parameters, record)
-        if free_gradients:
-            step.uses = plan.gradient_uses()
-        for item in plan.items:
-            clock.enter(item.op.value)
-            step.do(item)
+        compute = StepCompute(
+            self.schedule,
+            self._places,
+            bounds,
+            record,
+            workspaces=self._workspaces,
+            uses=self._plan.gradient_uses() if free_gradients else None,
+        )
+        self._places.bind(bounds)
 
-    def workspace(self, device: torch.device) -> Workspace:
-        """Return the workspace of `device`."""
-        if device not in self._workspaces:
-            assert self._plan is not None
-            self._workspaces[device] = Workspace(self._plan, device)
-        return self._workspaces[device]
+        def finish() -> None:
+            compute.drop_gradients()
+            after()
+            clock.enter("end")
 
-    def views(self, index: int, bound: Bound) -> _Views:
-        """Return the views of a parameter's long-lived tensors, made again where a storage moved."""
-        master, momentum, weight = bound.master, bound.state["momentum_buffer"], bound.weight
-        places = tuple((t.data_ptr(), t.stride()) for t in (master, momentum, weight))
-        cached = self._views.get(index)
-        if cached is None or cached.places != places:
-            assert bound.spec is not None
-            cached = _Views(
-                places,
-                flat_views(bound.spec, master),
-                flat_views(bound.spec, momentum),
-                None if master is weight else flat_views(bound.spec, weight),
-            )
-            self._views[index] = cached
-        return cached
+        try:
+            self._run(compute, record, clock, finish)
+        except BaseException as failure:
+            self._recover(compute, failure)
+            finish()
+            raise
 
-
-class _Step:
-    """The state of one run: which batch is in the workspace, and what it left there."""
-
-    def __init__(
-        self, engine: Engine, plan: Plan, parameters: Sequence[Bound | None], record: StepRecord
+    def _run(
+        self,
+        compute: StepCompute,
+        record: StepRecord,
+        clock: PhaseClock,
+        finish: Callable[[], None],
     ) -> None:
-        self._engine = engine
-        self._plan = plan
-        self._parameters = parameters
-        self._record = record
-        self._flight: _Flight | None = None
-        self._gradients: dict[int, list[MatrixView]] = {}
-        self.uses: Counter[int] | None = None
-        self._live = {
-            index
-            for index, batch in enumerate(plan.batches)
-            if any(self._present(unit) for unit in batch.units)
-        }
-
-    def do(self, item: Item) -> None:
-        if item.op is Op.ADAMW:
-            self._adamw(self._plan.packs[item.unit])
+        if self._staging is None or self._backend is None:
+            for task in self.schedule.tasks:
+                clock.enter(task.op.value)
+                compute.do(task)
+            finish()
             return
-        batch = self._plan.batches[item.batch]
-        if item.batch not in self._live:
-            return
-        if item.op is Op.DIRECTION:
-            self._direction(batch, batch.units[item.unit])
-        elif item.op is Op.ORTHOGONALIZE:
-            self._orthogonalize(batch)
-        else:
-            self._update(batch, batch.units[item.unit])
+        self._compute = compute
+        sources = self._sources()
+        caller = self._backend.caller()
+        stream = self._backend.stream("compute") if self._overlaps_forward else caller
+        for event in (caller.record(), self._last_computed):
+            if event is not None:
+                stream.wait(event)  # gradients are there; and the caller may have changed streams
+        ahead, self._ahead = self._ahead, 0
+        for index, task in enumerate(self.schedule.tasks):
+            present = compute.present_parts(task.unit) if task.unit >= 0 else frozenset()
+            if task.op.stream == "compute":
+                if task.waits and not self._overlaps_forward:
+                    clock.enter("wait")
+                self._wait(task, stream)
+                stream.submit(partial(_do, compute, task, clock), task.op.value)
+                self._events[index] = stream.record()
+            elif task.op.stream == "store":
+                record.bytes_out += self._store(index, task, sources, present)
+            elif index >= ahead or not self._staging.is_requested(task, sources, present):
+                record.bytes_in += self._load(index, task, sources, present)
+            else:
+                record.bytes_in += self._staging.requested_bytes(task)
+            if index >= self._last_load:
+                self._load_ahead(sources, done=index + 1)
+        if self._overlaps_forward:
+            for gradient in compute.gradients():
+                stream.uses(gradient)
+        stream.submit(finish, "finish")
+        self._last_computed = stream.record()
+        if not self._overlaps_forward:
+            self.wait_for_weights()
+        self.check()
 
-    def _present(self, unit: Unit) -> bool:
-        return self._parameters[unit.parameter] is not None
+    def wait_for_weights(self) -> None:
+        """Have the caller's next operations wait for all weights of the last step."""
+        if self._backend is not None and self._last_computed is not None:
+            self._backend.caller().wait(self._last_computed)
 
-    def _bound(self, unit: Unit) -> tuple[Bound, MuonOptions]:
-        bound = self._parameters[unit.parameter]
-        assert bound is not None
-        assert isinstance(bound.options, MuonOptions)
-        return bound, bound.options
+    def wait_for(self, parameters: Iterable[int]) -> None:
+        """Have the caller's next operations wait for the weights of these parameters."""
+        assert self._backend is not None
+        caller = self._backend.caller()
+        for task in {self._ready[p] for p in parameters if p in self._ready}:
+            event = self._events[task]
+            if event is not None:
+                caller.wait(event)
 
-    def _gradient(self, unit: Unit) -> Tensor:
-        if unit.parameter not in self._gradients:
-            bound, _ = self._bound(unit)
-            assert bound.spec is not None
-            assert bound.gradient is not None
-            self._gradients[unit.parameter] = flat_views(bound.spec, bound.gradient)
-        return _cut(self._gradients[unit.parameter], unit)
+    def check(self) -> None:
+        """Raise what has failed by now, after all that had been begun was brought to an end."""
+        if self._backend is not None and self._backend.failed:
+            self.settle()
 
-    def _direction(self, batch: Batch, unit: Unit) -> None:
-        """Leave the unit's normalized direction in the workspace; its state stays untouched.
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait until the slabs hold the last step, and nothing moves.
 
-        The momentum is advanced only in `_update`, when the iteration is known to have given finite
-        numbers: a matrix whose iteration fails must keep its old momentum bit for bit.
+        Raises:
+            Exception: what failed in between, after all that had been begun was brought to an end.
         """
-        workspace = self._engine.workspace(batch.device)
-        if self._flight is None or self._flight.batch is not batch:
-            flags = torch.zeros(2, batch.count, dtype=torch.bool, device=batch.device)
-            self._flight = _Flight(batch, workspace.x(batch), idle=flags[0], held=flags[1])
-        run = slice(unit.offset, unit.offset + unit.count)
-        x = self._flight.x[run]
-        if not self._present(unit):
-            x.zero_()  # the batch keeps its partition, whoever has a gradient
+        if self._backend is None:
             return
-        bound, options = self._bound(unit)
-        gradient = self._gradient(unit)
-        momentum = _cut(self._engine.views(unit.parameter, bound).momentum, unit)
-        direction = update_direction(
-            momentum,
-            gradient,
-            momentum=options.momentum,
-            nesterov=options.nesterov,
-            out=workspace.fp32(0, gradient.shape),
-            scratch=workspace.fp32(1, gradient.shape),
-        )
-        normalize_(
-            direction.view(x.shape), eps=batch.eps, out=x, like_torch=batch.recipe.like_torch
-        )
-        dims = _matrix_dims(gradient, unit)
-        # Two vectorized reductions; the infinity norm runs element by element on a CPU.
-        largest, least = torch.amax(gradient, dims), torch.amin(gradient, dims)
-        idle = ((largest == 0) & (least == 0)).view(-1)
-        self._flight.idle[run] = idle
-        if options.skip_idle:
-            self._flight.held[run] = idle
+        failure = self._backend.settle()
+        if failure is not None:
+            self._recover(self._compute, failure)
+            raise failure
 
-    def _orthogonalize(self, batch: Batch) -> None:
-        flight = self._flight
-        assert flight is not None
-        scratch = self._engine.workspace(batch.device).scratch(batch)
-        flight.result = iterate(flight.x, batch.recipe, scratch)
-        wide = torch.promote_types(flight.result.dtype, torch.float32)
-        norms = torch.linalg.vector_norm(flight.result, dim=(-2, -1), dtype=wide)
-        finite = torch.isfinite(norms)
-        runs = tuple(self._run(unit) for unit in batch.units if self._present(unit))
-        keep = finite & ~flight.held
-        # On the CPU a look costs nothing, and spares the select in the common case.
-        flight.keep = None if batch.device.type == "cpu" and bool(keep.all()) else keep
-        self._record.batches.append(
-            BatchRecord(runs=runs, norms=norms, written=keep, finite=finite, idle=flight.idle)
-        )
+    def forget(self) -> None:
+        """Drop what was loaded ahead: somebody is about to change the slabs, or has."""
+        self.settle()
+        if self._staging is not None:
+            self._staging.forget()
+        self._ahead = 0
 
-    def _run(self, unit: Unit) -> MatrixRun:
-        bound, options = self._bound(unit)
-        assert bound.spec is not None
-        momentum = None
-        if bound.spec.cuts_heads and unit.batched:
-            momentum = _cut(self._engine.views(unit.parameter, bound).momentum, unit)
-        return MatrixRun(
-            name=bound.name,
-            kind=unit.kind,
-            shape=unit.shape,
-            offset=unit.offset,
-            count=unit.count,
-            factor=options.lr * muon_scale(*unit.shape, options.adjust_lr_fn),
-            head_momentum=momentum,
-        )
+    # -- tasks --------------------------------------------------------------------------------------
 
-    def _update(self, batch: Batch, unit: Unit) -> None:
-        if not self._present(unit):
-            return
-        flight = self._flight
-        assert flight is not None
-        assert flight.result is not None
-        bound, options = self._bound(unit)
-        views = self._engine.views(unit.parameter, bound)
-        master = _cut(views.master, unit)
-        run = slice(unit.offset, unit.offset + unit.count)
-        keep = flight.keep
-        if keep is not None:
-            keep = keep[run].view(_keep_shape(master, unit))
-        scratch = self._engine.workspace(batch.device).fp32(0, master.shape)
-        advance_momentum_(
-            _cut(views.momentum, unit),
-            self._gradient(unit),
-            momentum=options.momentum,
-            keep=keep,
-            scratch=scratch,
-        )
-        apply_update_(
-            master,
-            flight.result[run].view(master.shape),
-            lr=options.lr,
-            weight_decay=options.weight_decay,
-            scale=muon_scale(*unit.shape, options.adjust_lr_fn),
-            keep=keep,
-            scratch=scratch,
-        )
-        if views.weight is not None:
-            _cut(views.weight, unit).copy_(master)
-        self._used(unit.parameter)
+    def _wait(self, task: Task, stream: Stream) -> None:
+        for wait in task.waits:
+            event = self._events[wait]
+            if event is not None:
+                stream.wait(event)
 
-    def _used(self, parameter: int) -> None:
-        """Give the gradient back after its last use, where that was asked for."""
-        if self.uses is None:
-            return
-        self.uses[parameter] -= 1
-        bound = self._parameters[parameter]
-        if self.uses[parameter] == 0 and bound is not None:
-            self._gradients.pop(parameter, None)
-            bound.gradient = bound.weight.grad = None
+    def _load(self, index: int, task: Task, sources: Sources, parts: frozenset[int]) -> int:
+        """Issue a load; return its bytes."""
+        assert self._staging is not None
+        moves = self._staging.request(task, sources, parts)
+        return self._move(index, task, [(move.device, move.host) for move in moves])
 
-    def _adamw(self, pack: Pack) -> None:
-        present = [span for span in pack.spans if self._parameters[span.parameter] is not None]
-        if not present:
-            return
-        bounds = [bound for span in present if (bound := self._parameters[span.parameter])]
-        options = bounds[0].options
-        assert isinstance(options, AdamWOptions)
-        cuts = [slice(span.start, span.stop) for span in present]
-        # The fused kernels know no strides: what is not contiguous passes through a copy.
-        tensors = [(b.master, b.state["exp_avg"], b.state["exp_avg_sq"]) for b in bounds]
-        flats = [[tensor.contiguous().view(-1) for tensor in three] for three in tensors]
-        adamw_(
-            [flat[0][cut] for flat, cut in zip(flats, cuts, strict=True)],
-            [self._fp32_gradient(b, cut) for b, cut in zip(bounds, cuts, strict=True)],
-            [flat[1][cut] for flat, cut in zip(flats, cuts, strict=True)],
-            [flat[2][cut] for flat, cut in zip(flats, cuts, strict=True)],
-            # Only a parameter's last span moves its own counter; the others count on a copy.
-            [
-                b.state["step"] if span.last else b.state["step"].clone()
-                for b, span in zip(bounds, present, strict=True)
-            ],
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-        )
-        for bound, three, flat, span in zip(bounds, tensors, flats, present, strict=True):
-            for tensor, values in zip(three, flat, strict=True):
-                if not tensor.is_contiguous():
-                    tensor.copy_(values.view(tensor.shape))
-            if bound.master is not bound.weight:
-                _write(bound.weight, flat[0], slice(span.start, span.stop))
-            self._used(span.parameter)
+    def _store(self, index: int, task: Task, sources: Sources, parts: frozenset[int]) -> int:
+        """Issue a store; return its bytes."""
+        assert self._staging is not None
+        moves = self._staging.dismiss(task, sources, parts)
+        return self._move(index, task, [(move.host, move.device) for move in moves])
 
-    def _fp32_gradient(self, bound: Bound, cut: slice) -> Tensor:
-        gradient = bound.gradient
-        assert gradient is not None
-        flat = gradient.contiguous().view(-1)[cut].to(torch.float32)
-        # No element passes the global norm, so the clamp is reached only where squares would overflow.
-        fits = self._record.grad_norm <= _LARGEST_SQUARABLE
-        return flat if fits else flat.clamp(-_LARGEST_SQUARABLE, _LARGEST_SQUARABLE)
+    def _move(
+        self,
+        index: int,
+        task: Task,
+        copies: Sequence[tuple[Tensor, Tensor]],
+    ) -> int:
+        backend, staging = self._backend, self._staging
+        assert backend is not None
+        assert staging is not None
+
+        def work() -> None:
+            for target, source in copies:
+                backend.copy(target, source)
+            staging.moved(task)
+
+        stream = backend.stream(task.op.stream)
+        self._wait(task, stream)
+        stream.submit(work, task.op.value)
+        self._events[index] = stream.record()
+        return sum(target.numel() * target.element_size() for target, _ in copies)
+
+    # -- failures -----------------------------------------------------------------------------------
+
+    def _recover(self, compute: StepCompute | None, failure: BaseException) -> None:
+        """Bring home what is whole in slots and rooms; name what is not.
+
+        Parts that were not begun stay as they were: their slabs and weights are untouched.
+        """
+        if self._backend is not None and self._staging is not None:
+            self._backend.settle()
+            for unit, part, target, source in self._staging.unsaved():
+                try:
+                    target.copy_(source)
+                except Exception:
+                    self._tear(unit, part)
+            self._staging.forget()
+            self._ahead = 0
+        if compute is not None:
+            for unit, part in compute.begun - compute.written:
+                self._tear(unit, part)
+        if self._torn and hasattr(failure, "add_note"):
+            failure.add_note(f"Left half written: {', '.join(self._torn)}. Load a checkpoint.")
+
+    def _tear(self, unit: int, part: int) -> None:
+        name = self._plan.names[self.schedule.units[unit].parts[part].parameter]
+        if name not in self._torn:
+            self._torn.append(name)
 
 
-def _cut(views: Sequence[MatrixView], unit: Unit) -> Tensor:
-    tensor = views[unit.view].tensor
-    return tensor[unit.first : unit.first + unit.count] if unit.batched else tensor
+def _do(compute: StepCompute, task: Task, clock: PhaseClock) -> None:
+    clock.enter(task.op.value)
+    compute.do(task)
 
 
-def _matrix_dims(tensor: Tensor, unit: Unit) -> tuple[int, ...]:
-    """The dimensions of a unit's tensor that belong to one matrix."""
-    return tuple(range(int(unit.batched), tensor.ndim))
+def _is_load(task: Task) -> bool:
+    return task.op in (Op.LOAD, Op.LOAD_MOMENTUM)
 
 
-def _keep_shape(tensor: Tensor, unit: Unit) -> list[int]:
-    lead = [unit.count] if unit.batched else []
-    return lead + [1] * (tensor.ndim - len(lead))
-
-
-def _write(weight: Tensor, master: Tensor, cut: slice) -> None:
-    """Write elements `cut` of a flat master to the weight, in the weight's dtype."""
-    if weight.is_contiguous():
-        weight.view(-1)[cut].copy_(master[cut])
-    else:
-        weight.copy_(master.view(weight.shape))
-
-
-def adamw_squares(bounds: Sequence[tuple[str, Bound]]) -> Squares:
-    """Return the size of the AdamW update that the present state stands for, by kind.
-
-    Computed only when somebody asks, in bounded pieces: it would cost a pass over the state each step.
-    """
-    squares: Squares = {}
-    for kind, bound in bounds:
-        options, state = bound.options, bound.state
-        assert isinstance(options, AdamWOptions)
-        count = float(state["step"])
-        if count == 0:
-            continue  # state was made, and no step taken
-        first, second = (1 - beta**count for beta in options.betas)
-        total, numel = squares.get(kind, (0.0, 0))
-        flat = (state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1))
-        for average, square in zip(*(torch.split(t, _RMS_CHUNK) for t in flat), strict=True):
-            update = (average / first) / ((square / second).sqrt() + options.eps)
-            norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
-            total += (options.lr * norm) ** 2
-        squares[kind] = (total, numel + bound.weight.numel())
-    return squares
+def _last_writers(schedule: Schedule) -> dict[int, int]:
+    """Return for each parameter the task after which its weight is ready."""
+    return {
+        part.parameter: index
+        for index, task in enumerate(schedule.tasks)
+        if task.op in (Op.UPDATE, Op.ADAMW)
+        for part in schedule.units[task.unit].parts
+    }

@@ -31,12 +31,41 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:
-    """The layout options that `Layout.from_model` takes, as given on a command line or in TOML."""
+    """The layout options that `Layout.from_model` takes, as given on a command line or in TOML.
+
+    Attributes:
+        state: of a TOML's `[optim]`, what decides the bytes of state.
+    """
 
     heads_per_block: int | None = None
     mla_components: bool = False
     cut_output: bool = False
     overrides: Mapping[str, str] = field(default_factory=dict)
+    state: StateSettings = field(default_factory=lambda: StateSettings())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSettings:
+    """Bytes an element of what an option may halve.
+
+    Attributes:
+        momentum_bytes: 4, or 2 in BF16.
+        master_bytes: of a parameter that is not FP32: 4, or 2 where the master is split.
+    """
+
+    momentum_bytes: int = _FLOAT32_BYTES
+    master_bytes: int = _FLOAT32_BYTES
+
+    @classmethod
+    def of(cls, optim: Mapping[str, Any]) -> StateSettings:
+        """Read a checked `[optim]` table."""
+        on_host = optim.get("placement") == "host"
+        split = on_host and optim.get("host", {}).get("master_layout") == "split"
+        half = _FLOAT32_BYTES // 2
+        return cls(
+            momentum_bytes=half if optim.get("momentum_dtype") == "bfloat16" else _FLOAT32_BYTES,
+            master_bytes=half if split else _FLOAT32_BYTES,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +80,11 @@ class Totals:
     master_bytes: int
     momentum_bytes: int
     adamw_bytes: int
+    split_masters: bool = False
 
     @property
     def state_bytes(self) -> int:
-        """FP32 masters where parameters are not FP32, FP32 momentum, both AdamW moments."""
+        """Masters where parameters are not FP32, Muon's momentum, both AdamW moments."""
         return self.master_bytes + self.momentum_bytes + self.adamw_bytes
 
 
@@ -132,7 +162,7 @@ def inspect_model(target: Path | str | Any, *, settings: HeadSettings | None = N
         dtypes=tuple(dict.fromkeys(_dtype_name(parameter.dtype) for parameter in parameters)),
         kinds=layout.kinds(),
         shapes=_count_shapes(layout.kinds()),
-        totals=_total(model, layout),
+        totals=_total(model, layout, settings.state),
         notes=tuple(str(warning.message) for warning in caught),
     )
 
@@ -202,7 +232,8 @@ def render_totals(inspection: Inspection) -> str:
         f"({', '.join(inspection.dtypes)}): {totals.muon_parameters:,} by Muon, "
         f"{totals.adamw_parameters:,} by AdamW",
         f"matrices      {totals.matrices:,} of {len(inspection.shapes)} shapes",
-        f"state bytes   {totals.state_bytes:,} ({_size(totals.state_bytes)}): FP32 masters "
+        f"state bytes   {totals.state_bytes:,} ({_size(totals.state_bytes)}): "
+        f"{'split' if totals.split_masters else 'FP32'} masters "
         f"{_size(totals.master_bytes)}, Muon momentum {_size(totals.momentum_bytes)}, AdamW moments "
         f"{_size(totals.adamw_bytes)}",
         *inspection.notes,
@@ -228,7 +259,7 @@ def _count_shapes(kinds: tuple[Kind, ...]) -> tuple[tuple[tuple[int, int], int],
     return tuple(counts.most_common())
 
 
-def _total(model: nn.Module, layout: Layout) -> Totals:
+def _total(model: nn.Module, layout: Layout, state: StateSettings) -> Totals:
     muon = adamw = masters = tensors = 0
     for name, parameter in model.named_parameters():
         tensors += 1
@@ -244,8 +275,9 @@ def _total(model: nn.Module, layout: Layout) -> Totals:
         adamw_parameters=adamw,
         tensors=tensors,
         matrices=sum(count for _, count in _count_shapes(layout.kinds())),
-        master_bytes=_FLOAT32_BYTES * masters,
-        momentum_bytes=_FLOAT32_BYTES * muon,
+        master_bytes=state.master_bytes * masters,
+        split_masters=state.master_bytes < _FLOAT32_BYTES,
+        momentum_bytes=state.momentum_bytes * muon,
         adamw_bytes=2 * _FLOAT32_BYTES * adamw,
     )
 
@@ -269,9 +301,11 @@ def _read(path: Path, settings: HeadSettings) -> tuple[dict[str, Any], HeadSetti
 
 
 def _merge(settings: HeadSettings, optim: Mapping[str, Any]) -> HeadSettings:
+    state = StateSettings.of(optim)
     if optim.get("algorithm") == "adamw":
-        return HeadSettings(overrides={"*": "adamw"})
+        return HeadSettings(overrides={"*": "adamw"}, state=state)
     return HeadSettings(
+        state=state,
         heads_per_block=settings.heads_per_block or optim.get("heads_per_block"),
         mla_components=settings.mla_components or bool(optim.get("mla_components")),
         cut_output=settings.cut_output or bool(optim.get("cut_output")),

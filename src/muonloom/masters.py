@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from muonloom.errors import StaleMasterError, complaint
-
-State = dict[str, Tensor]
+from muonloom.math import join_, low_halves, settle_ties_
+from muonloom.state import MASTER_KEYS, State, Store
 
 _SAMPLED_WORDS = 64
+_SUMMED_WORDS = 1 << 20
+
+# No version of a weight: whoever meets it compares values.
+_UNKNOWN = (-1, 0)
 
 
 class MasterBook:
@@ -21,27 +26,77 @@ class MasterBook:
     some words of every weight are kept on the device, and compared for all weights of it at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._versions: dict[Tensor, tuple[int, int]] = {}
         self._samples: dict[Tensor, Tensor] = {}
+        self._expected: dict[Tensor, tuple[int, int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep which weights agree with their masters; versions and addresses are not a copy's."""
+        versions = self._versions.items()
+        certain = [parameter for parameter, version in versions if version == _mark(parameter)]
+        return {"certain": certain, "expected": self._expected}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take note of the weights of a copy."""
+        self._versions, self._samples, self._expected = {}, {}, dict(state["expected"])
+        self.note(state["certain"])
+
+    def move_to(self, store: Store) -> None:
+        """Have masters made elsewhere from now on."""
+        self._store = store
 
     def ensure(self, parameter: Tensor, state: State) -> None:
         """Make the master from the weight where one is needed and missing."""
-        if parameter.dtype != torch.float32 and "master_weight" not in state:
+        if parameter.dtype != torch.float32 and not state.keys() & set(MASTER_KEYS):
             self.rebuild(parameter, state)
 
     def rebuild(self, parameter: Tensor, state: State) -> None:
         """Take the master from the weight, in place where it exists; drop it where none is needed."""
+        self._expected.pop(parameter, None)
         if parameter.dtype == torch.float32:
-            state.pop("master_weight", None)
+            for key in MASTER_KEYS:
+                state.pop(key, None)
             self._versions.pop(parameter, None)
             self._samples.pop(parameter, None)
             return
-        if "master_weight" in state:
-            state["master_weight"].copy_(parameter.detach())
+        if self._is_split(parameter):
+            self._kept(parameter, state, "master_low", torch.int16).zero_()
         else:
-            state["master_weight"] = parameter.detach().to(torch.float32)
+            self._kept(parameter, state, "master_weight", torch.float32).copy_(parameter.detach())
         self.note([parameter])
+
+    def restore(self, parameter: Tensor, state: State, master: Tensor | None) -> None:
+        """Take a saved master; the weight that belongs to it may be loaded before or after.
+
+        None, or a parameter that has no master, leaves the state without one.
+        """
+        self._expected.pop(parameter, None)
+        self._samples.pop(parameter, None)
+        if master is None or parameter.dtype == torch.float32:
+            for key in MASTER_KEYS:
+                state.pop(key, None)
+            return
+        if self._is_split(parameter):
+            low = self._kept(parameter, state, "master_low", torch.int16)
+            whole = master.detach().to("cpu", torch.float32, copy=True).contiguous()
+            settle_ties_(whole)
+            low_halves(whole, low)
+            self._expected[parameter] = _checksum(whole.to(torch.bfloat16))
+        else:
+            whole = self._kept(parameter, state, "master_weight", torch.float32).copy_(master)
+            if parameter.dtype == torch.bfloat16:
+                settle_ties_(whole)
+        self._versions[parameter] = _UNKNOWN
+
+    def _is_split(self, parameter: Tensor) -> bool:
+        return self._store.splits_masters and parameter.dtype == torch.bfloat16
+
+    def _kept(self, parameter: Tensor, state: State, key: str, dtype: torch.dtype) -> Tensor:
+        if key not in state:
+            state[key] = self._store.new(parameter, key, dtype, zero=False)
+        return state[key]
 
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Remember that these weights agree with their masters now, and sample them."""
@@ -49,6 +104,7 @@ class MasterBook:
             if parameter.dtype != torch.float32:
                 self._versions[parameter] = _mark(parameter)
                 self._samples[parameter] = _sample(parameter).clone()
+                self._expected.pop(parameter, None)
 
     def suspicion(self) -> Tensor | None:
         """Return a bool scalar on the device: whether a sampled word of any weight has changed.
@@ -67,10 +123,15 @@ class MasterBook:
         ]
         return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
+    def is_certain(self, parameter: Tensor, state: State) -> bool:
+        """Whether `check` will decide without comparing values."""
+        known = self._versions.get(parameter) == _mark(parameter)
+        return known or parameter.dtype == torch.float32 or not state.keys() & set(MASTER_KEYS)
+
     def doubt(self, parameter: Tensor) -> None:
         """Have the next `check` of a parameter compare its values."""
         if self._versions.get(parameter) is not None:
-            self._versions[parameter] = (-1, 0)
+            self._versions[parameter] = _UNKNOWN
         self._samples.pop(parameter, None)
 
     def doubt_all(self) -> None:
@@ -85,14 +146,14 @@ class MasterBook:
         is none. An edit through ``.data`` that misses every sampled word is not seen: call
         `refresh_masters` after it.
         """
-        master = state.get("master_weight")
-        if master is None or (
-            parameter.dtype != torch.float32 and self._versions.get(parameter) == _mark(parameter)
-        ):
+        if not state.keys() & set(MASTER_KEYS):
             return
-        if parameter.dtype != torch.float32 and _same_bits(master, parameter):
-            self.note([parameter])
-            return
+        if parameter.dtype != torch.float32:
+            if self.is_certain(parameter, state):
+                return
+            if self._agrees(parameter, state):
+                self.note([parameter])
+                return
         raise StaleMasterError(
             complaint(
                 name,
@@ -102,26 +163,49 @@ class MasterBook:
             )
         )
 
+    def _agrees(self, parameter: Tensor, state: State) -> bool:
+        """Whether the weight has the very bits that its master rounds to.
+
+        A split master does not tell: only where it was loaded is there a sum of the weight that it had.
+        """
+        if "master_low" in state:
+            return self._expected.get(parameter) == _checksum(parameter.detach())
+        return _same_bits(state["master_weight"], parameter)
+
     def replace(self, parameter: Tensor, state: State, values: Tensor) -> None:
         """Give the master new values, and write the weight from them."""
         self.ensure(parameter, state)
+        if parameter.dtype == torch.bfloat16:
+            settle_ties_(values)
         if "master_weight" in state:
             state["master_weight"].copy_(values)
+        elif "master_low" in state:
+            low_halves(values.cpu(), state["master_low"])
         parameter.detach().copy_(values)
         self.note([parameter])
+
+
+def whole_master(parameter: Tensor, state: State) -> Tensor:
+    """Return the FP32 master: the state's or the parameter's own tensor, or a new one on the CPU."""
+    if "master_low" not in state:
+        return state.get("master_weight", parameter.detach())
+    low = state["master_low"]
+    joined = torch.empty(low.shape, dtype=torch.float32, device="cpu")
+    join_(parameter.detach().cpu(), low, joined)
+    return joined
 
 
 def edited_master(
     name: str, parameter: Tensor, state: State, fn: Callable[[Tensor], Tensor | None]
 ) -> Tensor:
     """Return what `fn` makes of a copy of the master; raise a ValueError where that is unusable."""
-    values = state.get("master_weight", parameter.detach()).to(torch.float32, copy=True)
+    values = whole_master(parameter, state).to(torch.float32, copy=True)
     shape = values.shape
     returned = fn(values)
     values = values if returned is None else returned
     usable = values.shape == shape and values.is_floating_point()
     if usable:
-        values = values.to(torch.float32)
+        values = values.to(torch.float32).contiguous()
         usable = bool(torch.isfinite(values).all())
         usable = usable and bool(torch.isfinite(values.to(parameter.dtype)).all())
     if not usable:
@@ -138,7 +222,20 @@ def edited_master(
 
 
 def _same_bits(master: Tensor, parameter: Tensor) -> bool:
-    return torch.equal(_bits(master.to(parameter.dtype)), _bits(parameter.detach()))
+    weight = parameter.detach().to(master.device)
+    return torch.equal(_bits(master.to(parameter.dtype)), _bits(weight))
+
+
+def _checksum(weight: Tensor) -> tuple[int, int]:
+    """Two sums over the words of a 16-bit tensor, the second of which sees their order."""
+    plain = ordered = 0
+    pieces = torch.split(_bits(weight).reshape(-1), _SUMMED_WORDS)
+    for start, words in enumerate(pieces):
+        wide = words.to(torch.int64)
+        places = torch.arange(1, wide.numel() + 1, device=wide.device)
+        plain += int(wide.sum())
+        ordered += (start + 1) * int((wide * places).sum())
+    return plain, ordered
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor, nn
 
-from muonloom.binding import announce, bind, only_makes_state, plan_key, plan_of
-from muonloom.config import check_options
-from muonloom.engine import Bound, Engine, adamw_squares
-from muonloom.errors import complaint
+from muonloom.assembly import Assembly
+from muonloom.binding import announce, bind, only_makes_state
+from muonloom.bound import Bound
+from muonloom.compute import adamw_squares
+from muonloom.config import HostPlacement, check_options
+from muonloom.device import Backend, backend_for
+from muonloom.engine import Engine
+from muonloom.failures import refuse_failed_iterations, refuse_overflow, refuse_torn
 from muonloom.groups import (
     Assignment,
     as_groups,
@@ -30,17 +32,17 @@ from muonloom.groups import (
 from muonloom.guard import SkipPolicy, gradient_of, inspect_gradients
 from muonloom.layout import Layout
 from muonloom.masters import MasterBook
-from muonloom.plan import Plan
-from muonloom.residency import MasterAccess
-from muonloom.state import aligned, ensure_state, portable, restored, storage_bytes
-from muonloom.telemetry import PhaseClock, StepRecord, StepReport
+from muonloom.overlap import OverlapHandle, overlap_forward
+from muonloom.saving import StateSaving
+from muonloom.state import ensure_state, storage_bytes
+from muonloom.telemetry import PhaseClock, Squares, StepRecord, StepReport
 
 _log = logging.getLogger("muonloom")
 
 _GROUP_ONLY = frozenset({"params", "param_names", "algorithm"})
 
 
-class Muon(MasterAccess):
+class Muon(StateSaving):
     """Muon for matrices, AdamW for everything else, in one optimizer.
 
     Each matrix ``W`` (m, n) with gradient ``G`` takes, in FP32 but for the iteration::
@@ -81,7 +83,8 @@ class Muon(MasterAccess):
         max_consecutive_skips: so many steps in a row may be left out; the next one raises.
         free_gradients: whether to set each ``.grad`` to None as soon as the step needs it no more, so
             that memory falls during the step, also where the step is skipped; ``main_grad`` stays.
-        placement: where masters and momentum live: ``"device"``.
+        placement: where masters and momentum live: ``"device"``, ``"host"`` or a `HostPlacement`. The
+            numbers are the same, bit for bit.
 
     Raises:
         ValueError: a bad option, or a parameter that fits neither the layout nor its group.
@@ -112,7 +115,7 @@ class Muon(MasterAccess):
         skip_nonfinite: bool = True,
         max_consecutive_skips: int = 20,
         free_gradients: bool = False,
-        placement: str = "device",
+        placement: str | HostPlacement = "device",
     ) -> None:
         group_defaults: dict[str, Any] = {
             "lr": lr,
@@ -135,13 +138,13 @@ class Muon(MasterAccess):
             "adamw_weight_decay": adamw_weight_decay,
             "ns_batch_bytes": ns_batch_bytes,
             "free_gradients": free_gradients,
+            "placement": placement,
         }
         check_options(
             {
                 **self._settings,
                 "skip_nonfinite": skip_nonfinite,
                 "max_consecutive_skips": max_consecutive_skips,
-                "placement": placement,
             }
         )
         check_group(group_defaults)
@@ -152,13 +155,11 @@ class Muon(MasterAccess):
             )
         self._layout = layout
         self._assignments: dict[Tensor, Assignment] = {}
-        self._masters = MasterBook()
+        self._assembly = self._assemble()
+        self._masters = MasterBook(self._assembly)
         self._rate_was_given = adamw_lr is not None
         self._skips = SkipPolicy(allowed=skip_nonfinite, most=max_consecutive_skips)
         self._drained = True
-        self._engine = Engine()
-        self._plan: Plan | None = None
-        self._plan_key: tuple[Any, ...] = ()
         self._record: StepRecord | None = None
         self._report: StepReport | None = None
         self._is_built = False
@@ -166,10 +167,12 @@ class Muon(MasterAccess):
         # torch refuses an empty list; a rank or a stage that owns nothing is ordinary here.
         super().__init__(groups or [{"params": []}], group_defaults)
         self._is_built = True
+        self._current_engine()
         announce(
             self.param_groups,
             self._assignments,
-            self._current_plan(),
+            self._assembly.plan,
+            host_bytes=self._assembly.host_bytes if self._assembly.host else None,
             warn=not self._rate_was_given,
         )
 
@@ -210,7 +213,7 @@ class Muon(MasterAccess):
             for (_, tensor), assignment in zip(members, assignments, strict=True):
                 self._assignments[tensor] = assignment
             if self._is_built:
-                self._current_plan()
+                self._current_engine()
         except Exception:
             del self.param_groups[before:]
             for _, tensor in members:
@@ -247,7 +250,11 @@ class Muon(MasterAccess):
         clock.enter("guard")
         for i, group in enumerate(self.param_groups):
             check_group(group, owner=f"param_groups[{i}].")
-        plan = self._current_plan()
+        engine = self._current_engine()
+        refuse_torn(self._assembly.torn)
+        engine.check()
+        engine.wait_for_weights()
+        self._assembly.prefetch()  # before the one read, which waits for the gradients
         bounds = bind(self.param_groups, self._assignments, self.state)
         verdict = inspect_gradients(
             [(b.name, b.gradient) for b in bounds if b is not None and b.gradient is not None],
@@ -269,55 +276,67 @@ class Muon(MasterAccess):
         had_state = any(self.state.values())
         self._prepare(bounds, doubt=verdict.weights_moved)
         record = StepRecord(grad_norm=verdict.grad_norm, clock=clock)
+        record.adamw_squares = self._adamw_squares(bounds)
+        self._take(record)
+        weights = [bound.weight for bound in bounds if bound is not None]
         if had_state or not only_makes_state(verdict, bounds):
-            free = self._settings["free_gradients"]
-            self._engine.run(bounds, record, clock, free_gradients=free)
-        clock.enter("end")
-        self._finish(plan, bounds, record)
+            engine.run(
+                bounds,
+                record,
+                clock,
+                free_gradients=self._settings["free_gradients"],
+                after=lambda: self._masters.note(weights),
+            )
+            self._assembly.wait_for_unawaited()
         return loss
 
     def _device(self) -> torch.device:
         tensors = (tensor for group in self.param_groups for tensor in group["params"])
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
-    def _groups_by_parameter(self) -> dict[Tensor, dict[str, Any]]:
-        return {tensor: group for group in self.param_groups for tensor in group["params"]}
-
     def _prepare(self, bounds: Sequence[Bound | None], *, doubt: bool) -> None:
         """Refuse stale weights, then make the state that is missing."""
         present = [bound for bound in bounds if bound is not None]
         if doubt:
             self._masters.doubt_all()
+        if not all(self._masters.is_certain(bound.weight, bound.state) for bound in present):
+            self._assembly.settle()  # masters are about to be compared, and may be on their way
         for bound in present:
             self._masters.check(bound.name, bound.weight, bound.state)
         groups = self._groups_by_parameter()
         for bound in present:
             bound.state = self.state[bound.weight]
             self._masters.ensure(bound.weight, bound.state)
-            ensure_state(bound.weight, bound.state, groups[bound.weight])
+            ensure_state(bound.weight, bound.state, groups[bound.weight], store=self._assembly)
+        self._assembly.prefetch()  # again, if state was made just now
 
-    def _finish(self, plan: Plan, bounds: Sequence[Bound | None], record: StepRecord) -> None:
+    def _adamw_squares(self, bounds: Sequence[Bound | None]) -> Callable[[], Squares]:
+        kinds = self._assembly.plan.kinds
         scalars = [
-            (plan.kinds[i], bound)
+            (kinds[i], bound)
             for i, bound in enumerate(bounds)
             if bound is not None and bound.spec is None
         ]
-        record.adamw_squares = lambda: adamw_squares(scalars)
-        present = [bound for bound in bounds if bound is not None]
-        for bound in present:
-            bound.gradient = None  # the record outlives the gradients, and must not keep them
-        self._masters.note(bound.weight for bound in present)
-        self._take(record)
+        return lambda: adamw_squares(scalars)
 
-    def _current_plan(self) -> Plan:
-        """Return the plan, made again where the groups or the iteration's options changed."""
-        key = plan_key(self.param_groups)
-        if self._plan is None or key != self._plan_key:
-            batch_bytes = self._settings["ns_batch_bytes"]
-            self._plan = plan_of(self.param_groups, self._assignments, ns_batch_bytes=batch_bytes)
-            self._plan_key = key
-            self._engine.load(self._plan)
-        return self._plan
+    def _assemble(self) -> Assembly:
+        return Assembly(
+            placement=self._settings["placement"],
+            ns_batch_bytes=self._settings["ns_batch_bytes"],
+            make_backend=self._make_backend,
+        )
+
+    @staticmethod
+    def _make_backend(device: torch.device) -> Backend:
+        """Return the streams of `device`; tests and benchmarks put others here."""
+        return backend_for(device)
+
+    def _current_engine(self) -> Engine:
+        return self._assembly.update(self.param_groups, self._assignments, self.state)
+
+    def _start_again(self) -> None:
+        self._drained = True
+        self._record, self._report = None, None
 
     # -- what the last step did ---------------------------------------------------------------------
 
@@ -332,6 +351,7 @@ class Muon(MasterAccess):
         parameter of `update_spread` and `momentum_spread`), `bytes_in`, `bytes_out`, `seconds` (by phase).
         """
         if self._report is None:
+            self._assembly.settle()
             self._report = StepReport() if self._record is None else self._record.plain()
         return self._report
 
@@ -339,25 +359,19 @@ class Muon(MasterAccess):
         self._record, self._report = record, None
 
     def drain(self) -> None:
-        """Wait until the last step is finished everywhere.
+        """Wait until the last step is finished everywhere: host slabs hold it, nothing moves.
 
         Raises:
-            FloatingPointError: the iteration gave a non-finite result for a matrix. That matrix kept its
-                weight, master and momentum; all others were updated.
+            FloatingPointError: the iteration gave a non-finite result for a matrix, which kept its weight,
+                master and momentum while all others were updated. Or a master was rounded to infinity.
+            Exception: what failed on the way, after all that had been begun was brought to an end.
         """
+        self._assembly.settle()
         undrained, self._drained = not self._drained, True
-        names = self._record.failures() if undrained and self._record is not None else []
-        if not names:
-            return
-        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        raise FloatingPointError(
-            complaint(
-                f"{names[0]}{more}",
-                got="a non-finite result of the Newton–Schulz iteration",
-                wanted="finite numbers from finite gradients and momentum",
-                remedy="Its weight, master and momentum were kept; other matrices were updated.",
-            )
-        )
+        if undrained and self._record is not None:
+            weights = {known.name: tensor for tensor, known in self._assignments.items()}
+            refuse_overflow({name: weights[name] for name in self._record.suspects()})
+            refuse_failed_iterations(self._record.failures())
 
     def memory(self) -> dict[str, int]:
         """Return bytes by place, from the storages that exist now."""
@@ -366,14 +380,42 @@ class Muon(MasterAccess):
             v for entry in self.state.values() for v in entry.values() if isinstance(v, Tensor)
         ]
         gradients = [gradient_of("gradient", tensor) for tensor in tensors]
+        on_host = self._assembly.host is not None
+        engine = self._current_engine()
         return {
-            "host_state": 0,
-            "device_state": storage_bytes(state),
-            "device_slots": 0,
-            "device_workspace": self._engine.workspace_bytes,
+            "host_state": self._assembly.host_bytes,
+            "device_state": 0 if on_host else storage_bytes(state),
+            "device_slots": engine.slot_bytes,
+            "device_workspace": engine.workspace_bytes,
             "device_weights": storage_bytes(tensors),
             "gradients": storage_bytes([g for g in gradients if g is not None]),
         }
+
+    def overlap_forward(self, model: nn.Module) -> OverlapHandle:
+        """Let late units of a step run beside the next forward pass of `model`.
+
+        From now on `step` returns before all weights are written, and hooks on `model` wait for those
+        that a module needs: elements of a module list (a transformer's layers) for all of theirs, what
+        holds such a list for its own, other modules for all inside them. Saving and loading the model's
+        state, `zero_grad`, `drain` and the next `step` wait for all. Whoever reads or writes weights or
+        gradients otherwise calls `drain` first: also a model whose own forward reads weights of a module
+        that it does not call. In device placement nothing is ever late, and nothing changes.
+
+        Returns:
+            A handle whose ``remove()`` ends it; also a context manager.
+
+        Raises:
+            ValueError: a parameter of the optimizer is not in `model`.
+        """
+        handle = overlap_forward(model, self._assignments, self._assembly)
+        self._current_engine()
+        return handle
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that a late unit still reads are not overwritten."""
+        if not set_to_none and self._assembly.overlaps_forward:
+            self._assembly.engine.wait_for_weights()
+        super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def trace(self, path: str | Path) -> Iterator[None]:
@@ -381,75 +423,3 @@ class Muon(MasterAccess):
         with torch.profiler.profile() as profiler:
             yield
         profiler.export_chrome_trace(str(path))
-
-    # -- saving -------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's dictionary of state and groups, after `drain`."""
-        self.drain()
-        return portable(super().state_dict())
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take state and group options; masters and momentum keep their dtypes.
-
-        Raises:
-            ValueError: it is of another model, arrangement or dtype, or holds non-finite state; nothing
-                was changed.
-        """
-        old = {param: dict(state) for param, state in self.state.items()}
-        pairs: list[tuple[Tensor, dict[str, Tensor]]] = []
-
-        def check(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            ordered, found = aligned(saved, self.param_groups)
-            for i, group in enumerate(ordered["param_groups"]):
-                check_group(group, owner=f"param_groups[{i}].")
-            pairs.extend(found)
-            return ordered
-
-        def restore(_: Optimizer) -> None:
-            groups = self._groups_by_parameter()
-            for group in self.param_groups:
-                for key, value in self.defaults.items():
-                    group.setdefault(key, value)
-            for param, saved in pairs:
-                if saved:
-                    self.state[param] = restored(param, saved, old.get(param, {}), groups[param])
-                self._masters.doubt(param)
-
-        # As hooks, so that the caller's own hooks see and change what they would with torch.
-        with (
-            _removed_after(self.register_load_state_dict_pre_hook(check)),
-            _removed_after(self.register_load_state_dict_post_hook(restore, prepend=True)),
-        ):
-            super().load_state_dict(state_dict)
-        self._plan = None
-        self._drained = True
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Keep what `torch.optim.Optimizer` drops, but for the engine, which is made anew."""
-        kept = (
-            "_is_built",
-            "_settings",
-            "_layout",
-            "_assignments",
-            "_masters",
-            "_rate_was_given",
-            "_skips",
-        )
-        return {**super().__getstate__(), **{key: self.__dict__[key] for key in kept}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled or copied optimizer."""
-        super().__setstate__(state)
-        self._drained = True
-        self._engine, self._plan, self._plan_key = Engine(), None, ()
-        self._record, self._report = None, None
-
-
-@contextlib.contextmanager
-def _removed_after(handle: RemovableHandle) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()

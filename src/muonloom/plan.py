@@ -2,20 +2,17 @@
 
 A plan can be printed, compared, hashed and counted without a device. It is a function of the layout,
 the group options that pick an iteration, and `ns_batch_bytes`: never of free memory, rank or timing,
-so that every placement runs the same batches.
-
-    for each batch:   DIRECTION of each unit → ORTHOGONALIZE the batch → UPDATE of each unit
-    then:             ADAMW of each pack of spans
+so that every placement runs the same batches. `muonloom.schedule` puts its work in order.
 """
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -23,28 +20,23 @@ from muonloom.errors import complaint
 from muonloom.layout import BlockSpec, MatrixView
 from muonloom.math import Recipe, make_recipe, workspace_numel
 
-# How much FP32 one element-wise item touches: on a CPU little enough to stay in its caches between the
+# How much FP32 one element-wise pass touches: on a CPU little enough to stay in its caches between the
 # passes, on an accelerator enough to hide kernel launches.
-_UNIT_BYTES = {"cpu": 1 << 20}
-_DEFAULT_UNIT_BYTES = 64 << 20
+_RUN_BYTES = {"cpu": 1 << 20}
+_DEFAULT_RUN_BYTES = 64 << 20
 
 # The bytes of one batch of matrices in the compute dtype, for `ns_batch_bytes="auto"`.
 _BATCH_BYTES = {"cpu": 32 << 20}
-_DEFAULT_BATCH_BYTES = 512 << 20
+_DEFAULT_BATCH_BYTES = 256 << 20
 
-# AdamW spans start at multiples of this, so that the fused kernels round alike in every placement.
+# The elements of one AdamW call, whose state passes through one slot. Spans start at multiples of 64
+# elements: vectorized kernels round their last few elements otherwise.
+_PACK_NUMEL = {"cpu": 1 << 16}
+_DEFAULT_PACK_NUMEL = 1 << 22
 _SPAN_ALIGNMENT = 64
+_ADAMW_BYTES = 12  # of state an element, at most
 
 _FP32_BYTES = 4
-
-
-class Op(enum.Enum):
-    """The kinds of work in a plan."""
-
-    DIRECTION = "direction"
-    ORTHOGONALIZE = "orthogonalize"
-    UPDATE = "update"
-    ADAMW = "adamw"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +45,7 @@ class MatrixEntry:
 
     Attributes:
         index: position among all parameters of the optimizer.
+        turn: position in the model, and so about in a forward pass.
         name: for errors and reports.
         kind: the name with layer and expert numbers replaced.
         shape: of the parameter.
@@ -63,6 +56,7 @@ class MatrixEntry:
     """
 
     index: int
+    turn: int
     name: str
     kind: str
     shape: tuple[int, ...]
@@ -74,17 +68,19 @@ class MatrixEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarEntry:
-    """One AdamW parameter: `pool` is what may share one kernel call (group, device)."""
+    """One AdamW parameter: `pool` is what may share one kernel call (its group)."""
 
     index: int
+    turn: int
     name: str
     kind: str
     shape: tuple[int, ...]
+    device: torch.device
     pool: tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class Run:
     """A run of equal matrices of one view of one parameter, at `offset` in its batch.
 
     `batched` tells whether the view has a dimension that counts matrices (``first:first+count`` of it).
@@ -110,12 +106,12 @@ class Batch:
     recipe: Recipe
     eps: float
     device: torch.device
-    units: tuple[Unit, ...]
+    runs: tuple[Run, ...]
 
     @property
     def count(self) -> int:
         """The number of matrices."""
-        return sum(unit.count for unit in self.units)
+        return sum(run.count for run in self.runs)
 
     @property
     def numel(self) -> int:
@@ -142,37 +138,43 @@ class Span:
     stop: int
     last: bool
 
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
     """Spans of one group that one AdamW call takes together."""
 
     spans: tuple[Span, ...]
+    device: torch.device
 
     @property
     def numel(self) -> int:
         """The elements of all spans."""
-        return sum(span.stop - span.start for span in self.spans)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Item:
-    """One piece of work: `batch` and `unit` index into the plan; for ADAMW `unit` is the pack."""
-
-    op: Op
-    batch: int
-    unit: int
+        return sum(span.numel for span in self.spans)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The whole step. `names` and `kinds` are indexed by parameter."""
+    """The whole step. `names`, `kinds` and `turns` are indexed by parameter."""
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
+    turns: tuple[int, ...]
     batches: tuple[Batch, ...]
     packs: tuple[Pack, ...]
-    items: tuple[Item, ...]
+
+    @property
+    def works(self) -> list[Batch | Pack]:
+        """All batches and packs, in the order in which a forward pass asks for their weights first."""
+        return sorted((*self.batches, *self.packs), key=self._first_turn)
+
+    def _first_turn(self, work: Batch | Pack) -> int:
+        parts = work.runs if isinstance(work, Batch) else work.spans
+        return min(self.turns[part.parameter] for part in parts)
 
     @property
     def ns_calls(self) -> int:
@@ -189,30 +191,33 @@ class Plan:
         """Count of matrices by logical (out, in) shape."""
         counts: dict[tuple[int, int], int] = {}
         for batch in self.batches:
-            for unit in batch.units:
-                counts[unit.shape] = counts.get(unit.shape, 0) + unit.count
+            for run in batch.runs:
+                counts[run.shape] = counts.get(run.shape, 0) + run.count
         return counts
 
     def gradient_uses(self) -> Counter[int]:
-        """Return in how many units and spans the gradient of each parameter is used up."""
-        units = (unit.parameter for batch in self.batches for unit in batch.units)
-        return Counter((*units, *(span.parameter for pack in self.packs for span in pack.spans)))
+        """Return in how many runs and spans the gradient of each parameter is used up."""
+        runs = (run.parameter for batch in self.batches for run in batch.runs)
+        return Counter((*runs, *(span.parameter for pack in self.packs for span in pack.spans)))
 
     def digest(self) -> str:
         """SHA-256 of the plan, equal exactly where the work is equal (devices' indices aside)."""
-        rows = [
-            f"{i} {self.names[u.parameter]} {u.view} {u.first} {u.count} {b.rows}x{b.columns} {b.recipe}"
-            for i, b in enumerate(self.batches)
-            for u in b.units
-        ]
-        rows += [
-            f"{self.names[s.parameter]} {s.start}:{s.stop}" for p in self.packs for s in p.spans
-        ]
+        rows = []
+        for i, batch in enumerate(self.batches):
+            what = f"{batch.rows}x{batch.columns} {batch.recipe}"
+            # How a batch is cut into runs changes no result, and depends on the size of a slot.
+            for (parameter, view), runs in groupby(batch.runs, key=lambda r: (r.parameter, r.view)):
+                cut = list(runs)
+                count = sum(run.count for run in cut)
+                rows.append(f"{i} {self.names[parameter]} {view} {cut[0].first} {count} {what}")
+        # Spans are left out for the same reason, and all AdamW parameters are in some.
+        scalars = {s.parameter: s.stop for p in self.packs for s in p.spans}
+        rows += [f"{self.names[index]} {stop}" for index, stop in sorted(scalars.items())]
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
 def flat_views(spec: BlockSpec, tensor: torch.Tensor) -> list[MatrixView]:
-    """Return `tensor`'s views with at most one batch dimension each, so that a unit can be a slice."""
+    """Return `tensor`'s views with at most one batch dimension each, so that a run is a slice."""
     views: list[MatrixView] = []
     pending = list(reversed(spec.views(tensor)))
     while pending:
@@ -240,6 +245,7 @@ def build_plan(
     scalars: Sequence[ScalarEntry],
     *,
     ns_batch_bytes: int | str = "auto",
+    slot_bytes: int | None = None,
 ) -> Plan:
     """Return the plan of one step.
 
@@ -248,33 +254,27 @@ def build_plan(
         scalars: the AdamW parameters, in order.
         ns_batch_bytes: the most bytes, in the compute dtype, that one batch may hold. "auto" takes a
             constant of the device type, or the largest single matrix where that is more.
+        slot_bytes: the most bytes of state that a run of several matrices or a pack may have, where the
+            device's own choice would be more. How finely these are cut changes no result.
 
     Raises:
         ValueError: a matrix is larger than the `ns_batch_bytes` that was asked for.
     """
-    batches = tuple(_batches(matrices, ns_batch_bytes))
-    packs = tuple(_packs(scalars))
+    batches = tuple(_batches(matrices, ns_batch_bytes, slot_bytes))
+    packs = tuple(_packs(scalars, slot_bytes))
     entries: list[MatrixEntry | ScalarEntry] = [*matrices, *scalars]
     size = max((entry.index for entry in entries), default=-1) + 1
-    names, kinds = [""] * size, [""] * size
+    names, kinds, turns = [""] * size, [""] * size, [0] * size
     for entry in entries:
         names[entry.index], kinds[entry.index] = entry.name, entry.kind
+        turns[entry.index] = entry.turn
     return Plan(
         names=tuple(names),
         kinds=tuple(kinds),
+        turns=tuple(turns),
         batches=batches,
         packs=packs,
-        items=tuple(_items(batches, packs)),
     )
-
-
-def _items(batches: Sequence[Batch], packs: Sequence[Pack]) -> Iterator[Item]:
-    for b, batch in enumerate(batches):
-        units = range(len(batch.units))
-        yield from (Item(op=Op.DIRECTION, batch=b, unit=u) for u in units)
-        yield Item(op=Op.ORTHOGONALIZE, batch=b, unit=-1)
-        yield from (Item(op=Op.UPDATE, batch=b, unit=u) for u in units)
-    yield from (Item(op=Op.ADAMW, batch=-1, unit=p) for p in range(len(packs)))
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,9 @@ class _BatchKey:
     device: torch.device
 
 
-def _batches(matrices: Sequence[MatrixEntry], ns_batch_bytes: int | str) -> Iterator[Batch]:
+def _batches(
+    matrices: Sequence[MatrixEntry], ns_batch_bytes: int | str, slot_bytes: int | None
+) -> Iterator[Batch]:
     queues: dict[_BatchKey, list[tuple[MatrixEntry, int, MatrixView]]] = {}
     for entry in matrices:
         meta = torch.empty(entry.shape, device="meta")
@@ -304,7 +306,8 @@ def _batches(matrices: Sequence[MatrixEntry], ns_batch_bytes: int | str) -> Iter
             key = _BatchKey(view.rows, view.columns, recipe, entry.eps, entry.device)
             queues.setdefault(key, []).append((entry, v, view))
     for key, queue in queues.items():
-        yield from _fill(key, queue, _capacity(key, queue[0][0].name, ns_batch_bytes))
+        capacity = _capacity(key, queue[0][0].name, ns_batch_bytes)
+        yield from _fill(key, queue, capacity, slot_bytes)
 
 
 def _capacity(key: _BatchKey, name: str, ns_batch_bytes: int | str) -> int:
@@ -327,73 +330,92 @@ def _capacity(key: _BatchKey, name: str, ns_batch_bytes: int | str) -> int:
 
 
 def _fill(
-    key: _BatchKey, queue: Sequence[tuple[MatrixEntry, int, MatrixView]], capacity: int
+    key: _BatchKey,
+    queue: Sequence[tuple[MatrixEntry, int, MatrixView]],
+    capacity: int,
+    slot_bytes: int | None,
 ) -> Iterator[Batch]:
-    """Cut a queue of views into units, and the units into batches of at most `capacity` matrices."""
-    unit_bytes = _UNIT_BYTES.get(key.device.type, _DEFAULT_UNIT_BYTES)
-    most = max(1, unit_bytes // (key.rows * key.columns * _FP32_BYTES))
-    units: list[Unit] = []
+    """Cut a queue of views into runs, and the runs into batches of at most `capacity` matrices."""
+    limit = _RUN_BYTES.get(key.device.type, _DEFAULT_RUN_BYTES)
+    limit = limit if slot_bytes is None else min(limit, slot_bytes)
+    most = max(1, limit // (key.rows * key.columns * _FP32_BYTES))
+    runs: list[Run] = []
     filled = 0
     for entry, v, view in queue:
         first = 0
         while first < view.count:
-            count = min(most, view.count - first, capacity - filled)
-            shape = (view.columns, view.rows) if view.transposed else (view.rows, view.columns)
-            units.append(
-                Unit(
-                    parameter=entry.index,
-                    view=v,
-                    batched=view.batch_dims == 1,
-                    first=first,
-                    count=count,
-                    offset=filled,
-                    shape=shape,
-                    kind=entry.kind,
-                    numel=count * key.rows * key.columns,
-                )
-            )
+            # Matrices whose elements alternate in storage stay together: apart, they would have to be
+            # copied element by element.
+            longest = view.count if _is_interleaved(view) else most
+            count = min(longest, view.count - first, capacity - filled)
+            runs.append(_run(entry, v, view, first=first, count=count, offset=filled))
             first += count
             filled += count
             if filled == capacity:
-                yield _batch(key, units)
-                units, filled = [], 0
-    if units:
-        yield _batch(key, units)
+                yield _batch(key, runs)
+                runs, filled = [], 0
+    if runs:
+        yield _batch(key, runs)
 
 
-def _batch(key: _BatchKey, units: Sequence[Unit]) -> Batch:
+def _is_interleaved(view: MatrixView) -> bool:
+    strides = view.tensor.stride()
+    return view.batch_dims == 1 and strides[0] < max(strides[1:], default=0)
+
+
+def _run(
+    entry: MatrixEntry, index: int, view: MatrixView, *, first: int, count: int, offset: int
+) -> Run:
+    return Run(
+        parameter=entry.index,
+        view=index,
+        batched=view.batch_dims == 1,
+        first=first,
+        count=count,
+        offset=offset,
+        shape=view.shape,
+        kind=entry.kind,
+        numel=count * view.rows * view.columns,
+    )
+
+
+def _batch(key: _BatchKey, runs: Sequence[Run]) -> Batch:
     return Batch(
         rows=key.rows,
         columns=key.columns,
         recipe=key.recipe,
         eps=key.eps,
         device=key.device,
-        units=tuple(units),
+        runs=tuple(runs),
     )
 
 
-def _packs(scalars: Sequence[ScalarEntry]) -> Iterator[Pack]:
-    """Pack spans of one pool up to a unit's size; a large parameter is cut at aligned places."""
-    pools: dict[tuple[object, ...], list[Span]] = {}
+def _packs(scalars: Sequence[ScalarEntry], slot_bytes: int | None) -> Iterator[Pack]:
+    """Pack spans of one pool up to the size of a call; a large parameter is cut at aligned places."""
+    pools: dict[tuple[object, ...], list[ScalarEntry]] = {}
     for entry in scalars:
-        pools.setdefault(entry.pool, []).extend(_spans(entry))
-    most = _DEFAULT_UNIT_BYTES // _FP32_BYTES
-    for spans in pools.values():
-        pack: list[Span] = []
+        pools.setdefault((*entry.pool, entry.device), []).append(entry)
+    for entries in pools.values():
+        entries.sort(key=lambda entry: entry.turn)  # works are done so: a last span must come last
+        device = entries[0].device
+        most = _PACK_NUMEL.get(device.type, _DEFAULT_PACK_NUMEL)
+        if slot_bytes is not None:
+            most = min(most, slot_bytes // _ADAMW_BYTES)
+        most = max(most // _SPAN_ALIGNMENT, 1) * _SPAN_ALIGNMENT
+        spans: list[Span] = []
         filled = 0
-        for span in spans:
-            if pack and filled + span.stop - span.start > most:
-                yield Pack(spans=tuple(pack))
-                pack, filled = [], 0
-            pack.append(span)
-            filled += span.stop - span.start
-        if pack:
-            yield Pack(spans=tuple(pack))
+        for span in (span for entry in entries for span in _spans(entry, most)):
+            if spans and filled + span.numel > most:
+                yield Pack(spans=tuple(spans), device=device)
+                spans, filled = [], 0
+            spans.append(span)
+            filled += span.numel
+        if spans:
+            yield Pack(spans=tuple(spans), device=device)
 
 
-def _spans(entry: ScalarEntry) -> Iterator[Span]:
+def _spans(entry: ScalarEntry, most: int) -> Iterator[Span]:
     numel = math.prod(entry.shape)
-    most = _DEFAULT_UNIT_BYTES // _FP32_BYTES // _SPAN_ALIGNMENT * _SPAN_ALIGNMENT
     for start in range(0, numel, most):
         stop = min(start + most, numel)
         yield Span(parameter=entry.index, start=start, stop=stop, last=stop == numel)

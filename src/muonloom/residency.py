@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from muonloom.assembly import Assembly
 from muonloom.errors import complaint
+from muonloom.failures import refuse_torn
 from muonloom.groups import Assignment
-from muonloom.masters import MasterBook, edited_master
+from muonloom.masters import MasterBook, edited_master, whole_master
+from muonloom.state import MASTER_KEYS
 
 
 class MasterAccess(Optimizer):
     """The part of `Muon` that hands masters out and takes them back."""
 
+    _assembly: Assembly
     _assignments: dict[Tensor, Assignment]
     _masters: MasterBook
     _drained: bool
+
+    def _groups_by_parameter(self) -> dict[Tensor, dict[str, Any]]:
+        return {tensor: group for group in self.param_groups for tensor in group["params"]}
 
     def drain(self) -> None:
         """Wait until the last step is finished everywhere; see `Muon.drain`."""
         raise AssertionError("the optimizer overrides this")
 
     def get_full_parameter_master(self, param: Tensor) -> Tensor | None:
-        """Return a copy of the complete FP32 master of `param`, on the host.
+        """Return the complete FP32 master of `param`, on the host.
+
+        Where the whole master lies there, that is the slab itself: the next step changes it, and nobody
+        else may. Otherwise it is a copy.
 
         Raises:
             ValueError: `param` is not the optimizer's.
-            RuntimeError: `drain` was not called since the last `step`.
+            StaleMasterError: a weight that is half of its master was written from outside.
+            RuntimeError: `drain` was not called since the last `step`, or that left it half written.
         """
         assignment = self._assignment(param)
         if not self._drained:
@@ -41,7 +53,13 @@ class MasterAccess(Optimizer):
                     remedy="Call drain() first.",
                 )
             )
-        master: Tensor = self.state.get(param, {}).get("master_weight", param.detach())
+        refuse_torn([name for name in self._assembly.torn if name == assignment.name])
+        state = self.state.get(param, {})
+        if "master_low" in state:
+            self._masters.check(assignment.name, param, state)
+        master = whole_master(param, state)
+        if self._assembly.host is not None and state.keys() & set(MASTER_KEYS):
+            return master
         return master.to("cpu", torch.float32, copy=True)
 
     def refresh_masters(self, params: Iterable[Tensor] | None = None) -> None:
@@ -56,6 +74,7 @@ class MasterAccess(Optimizer):
         chosen = list(self._assignments) if params is None else list(params)
         for param in chosen:
             self._assignment(param)
+        self._assembly.settle()
         for param in chosen:
             if param in self.state:
                 self._masters.rebuild(param, self.state[param])
@@ -74,6 +93,7 @@ class MasterAccess(Optimizer):
                 nothing was written.
         """
         self.drain()
+        refuse_torn(self._assembly.torn)
         chosen = {param: self._assignment(param).name for param in params}
         with torch.no_grad():
             for param, name in chosen.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,18 +13,39 @@ from muonloom.errors import complaint
 
 State = dict[str, Tensor]
 
+MASTER_KEYS = ("master_weight", "master_low")
+"""The two forms of a master: whole, or what the BF16 weight lacks."""
 
-def ensure_state(parameter: Tensor, state: State, group: Mapping[str, Any]) -> None:
-    """Add what is missing of the state of `parameter`, as zeros."""
+
+class Store(Protocol):
+    """Where state tensors come from."""
+
+    @property
+    def splits_masters(self) -> bool:
+        """Whether a BF16 parameter's master is kept as what its weight lacks (`master_low`)."""
+
+    def new(self, parameter: Tensor, key: str, dtype: torch.dtype, *, zero: bool = True) -> Tensor:
+        """Return a tensor for the state `key` of `parameter`; without `zero`, of any content."""
+
+
+class DeviceStore:
+    """State lies where its parameter is."""
+
+    splits_masters = False
+
+    def new(self, parameter: Tensor, key: str, dtype: torch.dtype, *, zero: bool = True) -> Tensor:
+        """Return a zero tensor, in the parameter's own memory format."""
+        like = parameter.detach().new_empty(()) if key == "step" else parameter.detach()
+        return torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def ensure_state(
+    parameter: Tensor, state: State, group: Mapping[str, Any], *, store: Store
+) -> None:
+    """Add what is missing of the state of `parameter`, as zeros; masters are not made here."""
     for key, dtype in state_dtypes(parameter, group).items():
-        if key in state or key == "master_weight":
-            continue
-        if key == "step":
-            state[key] = torch.zeros((), dtype=dtype, device=parameter.device)
-        else:
-            state[key] = torch.zeros_like(
-                parameter, dtype=dtype, memory_format=torch.preserve_format
-            ).detach()
+        if key not in state and key != "master_weight":
+            state[key] = store.new(parameter, key, dtype)
 
 
 def state_dtypes(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, torch.dtype]:
@@ -35,6 +56,17 @@ def state_dtypes(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, torch
         dtypes = dict.fromkeys(("exp_avg", "exp_avg_sq", "step"), torch.float32)
     if parameter.dtype != torch.float32:
         dtypes["master_weight"] = torch.float32
+    return dtypes
+
+
+def kept_dtypes(
+    parameter: Tensor, group: Mapping[str, Any], *, split: bool
+) -> dict[str, torch.dtype]:
+    """Return what is really kept: with `split`, a BF16 parameter's master as what its weight lacks."""
+    dtypes = state_dtypes(parameter, group)
+    if split and parameter.dtype == torch.bfloat16:
+        del dtypes["master_weight"]
+        dtypes["master_low"] = torch.int16
     return dtypes
 
 
@@ -183,21 +215,24 @@ def _check_state(
 
 
 def restored(
-    parameter: Tensor, saved: Mapping[str, Any], old: State, group: Mapping[str, Any]
+    parameter: Tensor,
+    saved: Mapping[str, Any],
+    old: State,
+    group: Mapping[str, Any],
+    *,
+    store: Store,
 ) -> State:
-    """Return the state in its own dtypes, in `old`'s tensors where they fit.
+    """Return the state in its own dtypes, in `old`'s tensors where they fit; but for the master.
 
-    ``Optimizer.load_state_dict`` casts state to the parameter's dtype, which would round masters.
+    ``Optimizer.load_state_dict`` casts state to the parameter's dtype, which would round.
     """
-    state: State = {}
+    state: State = {key: value for key, value in old.items() if key in MASTER_KEYS}
     for key, dtype in state_dtypes(parameter, group).items():
-        if key not in saved:
+        if key not in saved or key in MASTER_KEYS:
             continue
         target = old.get(key)
-        if target is None or target.dtype != dtype or target.device != parameter.device:
-            like = parameter.new_empty(()) if key == "step" else parameter
-            target = torch.empty_like(like, dtype=dtype, memory_format=torch.preserve_format)
-            target = target.detach()
+        if target is None or target.dtype != dtype:
+            target = store.new(parameter, key, dtype, zero=False)
         state[key] = target.copy_(torch.as_tensor(saved[key]))
     return state
 

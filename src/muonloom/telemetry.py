@@ -105,7 +105,11 @@ class BatchRecord:
 
 @dataclass(kw_only=True)
 class StepRecord:
-    """All that `Muon.last_step` tells, before it is read."""
+    """All that `Muon.last_step` tells, before it is read.
+
+    `masters` are names and norms of what was rounded to 16 bits: no norm below FP32's largest number has
+    an element that rounds to infinity.
+    """
 
     skipped: bool = False
     consecutive_skips: int = 0
@@ -113,6 +117,7 @@ class StepRecord:
     bytes_in: int = 0
     bytes_out: int = 0
     batches: list[BatchRecord] = field(default_factory=list)
+    masters: list[tuple[str, Tensor]] = field(default_factory=list)
     adamw_squares: Callable[[], Squares] = dict
     clock: PhaseClock | None = None
 
@@ -149,13 +154,25 @@ class StepRecord:
             ]
         return sorted(set(names))
 
+    def watch(self, name: str, master: Tensor) -> None:
+        """Keep the size of a master that was rounded to 16 bits."""
+        self.masters.append((name, torch.linalg.vector_norm(master)))
+
+    def suspects(self) -> list[str]:
+        """Names of parameters whose weight may have been rounded to infinity."""
+        norms = [norm for _, norm in self.masters]
+        finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
+        names = zip(self.masters, finite, strict=True)
+        return sorted({name for (name, _), whole in names if not whole})
+
     def failure_flag(self) -> Tensor | None:
-        """Return a bool scalar on the device that is True where `failures` is not empty."""
-        if not self.batches:
-            return None
-        device = self.batches[0].finite.device
-        flags = [(~batch.finite).any().to(device) for batch in self.batches]
-        return torch.stack(flags).any()
+        """Return a bool scalar on the device: False where `failures` and `suspects` are empty."""
+        flags = [(~batch.finite).any() for batch in self.batches]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for _, norm in self.masters:
+            by_device.setdefault(norm.device, []).append(norm)
+        flags += [(~torch.isfinite(torch.stack(norms))).any() for norms in by_device.values()]
+        return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
     @staticmethod
     def _count(batch: BatchRecord, flags: Tensor) -> int:

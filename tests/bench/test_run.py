@@ -8,7 +8,14 @@ import torch
 from muonloom.bench import run_bench
 from muonloom.bench.__main__ import main as command
 from muonloom.bench.peers import LOOPED_FP32, PEERS, REFERENCE, torch_muon
-from muonloom.bench.report import BEGIN, END, main, write_between_markers
+from muonloom.bench.report import (
+    BEGIN,
+    END,
+    STAGING_BEGIN,
+    STAGING_END,
+    main,
+    write_between_markers,
+)
 from muonloom.bench.shapes import QUICK_BATCHES
 
 ENTRY_KEYS = {"name", "role", "dtype", "status", "note"}
@@ -105,24 +112,27 @@ def test_the_run_includes_muon_split(run):
 
 
 @pytest.mark.parametrize(
-    ("only", "works", "has_split"),
+    ("only", "works", "shown_by"),
     [
-        ("orthogonalization", [shape.name for shape in QUICK_BATCHES], False),
-        ("step", ["whole step"], False),
-        ("split", [], True),
+        ("orthogonalization", [shape.name for shape in QUICK_BATCHES], None),
+        ("step", ["whole step"], None),
+        ("split", [], "Muon Split"),
+        ("staging", [], "Host placement"),
     ],
 )
-def test_one_part_can_be_run_alone(only, works, has_split, tmp_path, monkeypatch, capsys):
+def test_one_part_can_be_run_alone(only, works, shown_by, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("muonloom.bench.timing.LEAST_SAMPLE_S", 1e-3)
     monkeypatch.setattr("muonloom.bench.load_peers", lambda: [torch_muon()])
     command(["--quick", "--only", only, "--out", str(tmp_path / "part.json")])
     report = json.loads((tmp_path / "part.json").read_text())
     assert report["command"] == f"muonloom bench --quick --only {only}"
     assert [work["name"] for work in report["works"]] == works
-    assert (report["split"] is not None) == has_split
+    for part in ("split", "staging"):
+        assert (report[part] is not None) == (only == part)
     assert report["figures"] or only == "orthogonalization"
     shown = capsys.readouterr().out
-    assert ("Muon Split" in shown) == has_split
+    for title in ("Muon Split", "Host placement"):
+        assert (title in shown) == (title == shown_by)
 
 
 def test_an_unknown_part_is_refused(tmp_path):
@@ -134,15 +144,19 @@ def test_an_unknown_part_is_refused(tmp_path):
 def test_the_docs_table_is_written_from_the_json(run, tmp_path):
     path, report = run
     page = tmp_path / "benchmarks.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    middle = f"{STAGING_BEGIN}\nold\n{STAGING_END}\nbetween\n"
+    page.write_text(f"before\n{middle}{BEGIN}\nold\n{END}\nafter\n")
     main([str(path), "--docs", str(page)])
     text = page.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.startswith(f"before\n{STAGING_BEGIN}\n")
+    assert f"{STAGING_END}\nbetween\n{BEGIN}\n" in text
     assert text.endswith(f"{END}\nafter\n")
     assert "old" not in text
     assert report["date"] in text
     assert f"| {REFERENCE} |" in text
     assert "**Muon Split, tiny: q_b**" in text
+    assert "Host placement" in text.partition(STAGING_END)[0]
+    assert "Host placement" not in text.partition(STAGING_END)[2]
     main([str(path), "--docs", str(page)])
     assert page.read_text() == text
 

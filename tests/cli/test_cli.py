@@ -83,6 +83,10 @@ def test_train_runs_a_config(workdir):
         (["train", "missing.toml"], "muonloom: missing.toml: got "),
         (["train", "run.toml", "--set", "optim.lrr=1"], "muonloom: optim.lrr: got "),
         (["train", "run.toml", "--set", "nonsense"], "muonloom: --set: got "),
+        (
+            ["train", "run.toml", "--set", "optim.host.num_slots=1"],
+            "muonloom: optim.host: got a table",
+        ),
         (["train", "run.toml", "--set", "data.files=['none.txt']"], "muonloom: data.files: got "),
         (["inspect", "missing"], "muonloom: missing"),
         (["inspect", "text.txt"], "muonloom: text.txt"),
@@ -94,6 +98,37 @@ def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(workdir, argument
     assert result.stderr.startswith(begins)
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_too_little_host_memory_is_one_line_and_exit_code_2(workdir, monkeypatch):
+    from muonloom.host import Limit
+
+    limits = (Limit(source="/sys/fs/cgroup/memory.max", free_bytes=100),)
+    monkeypatch.setattr("muonloom.host.slab.read_limits", lambda: limits)
+    result = invoke("train", "run.toml", "--set", "optim.placement=host")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("muonloom: optim.placement: got ")
+    assert "at most 100 bytes, by /sys/fs/cgroup/memory.max" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (workdir / "runs").exists()
+
+
+def test_inspect_counts_state_in_the_dtypes_of_a_training_file(workdir):
+    import json
+
+    bf16 = CONFIG.replace("[model.config]", "[model]\ndtype = 'bfloat16'\n[model.config]")
+    small = "[optim]\nplacement = 'host'\nmomentum_dtype = 'bfloat16'\nhost.master_layout = 'split'"
+    (workdir / "full.toml").write_text(bf16)
+    (workdir / "small.toml").write_text(bf16.replace("[optim]", small))
+    full, less = (
+        json.loads(invoke("inspect", name, "--json").stdout)["totals"]
+        for name in ("full.toml", "small.toml")
+    )
+    assert full["master_bytes"] == 2 * less["master_bytes"] == 4 * full["parameters"]
+    assert full["momentum_bytes"] == 2 * less["momentum_bytes"] == 4 * full["muon_parameters"]
+    assert full["adamw_bytes"] == less["adamw_bytes"]
+    assert "split masters" in invoke("inspect", "small.toml").stdout
+    assert "FP32 masters" in invoke("inspect", "full.toml").stdout
 
 
 @pytest.mark.parametrize(

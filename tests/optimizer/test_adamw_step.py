@@ -125,8 +125,8 @@ def test_a_parameter_cut_into_spans_is_updated_as_if_it_were_whole(
 ):
     """Large embeddings pass in pieces; the counter moves once, and no bit depends on the cut."""
     results = []
-    for unit_bytes in (1 << 26, 128 * 4):
-        monkeypatch.setattr(muonloom.plan, "_DEFAULT_UNIT_BYTES", unit_bytes)
+    for pack_numel in (1 << 16, 128):
+        monkeypatch.setitem(muonloom.plan._PACK_NUMEL, "cpu", pack_numel)
         p, small = parameter(numel, dtype=dtype), parameter(5, dtype=dtype)
         named = with_a_matrix([("embed.bias", p), ("norm.bias", small)])
         opt = muonloom.Muon(named, adamw_lr=0.1)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonloom
-import muonloom.engine
+import muonloom.compute
 from muonloom import BlockSpec, Layout
 from optimizer.support import (
     EXACT,
@@ -73,13 +73,13 @@ def test_a_stack_is_split_over_batches(monkeypatch: pytest.MonkeyPatch):
     name = "layers.0.mlp.experts.down_proj"
     spec = BlockSpec.stacked(BlockSpec.whole())
     counts: list[int] = []
-    genuine = muonloom.engine.iterate
+    genuine = muonloom.compute.iterate
 
     def iterate(x: torch.Tensor, recipe: Any, scratch: torch.Tensor) -> torch.Tensor:
         counts.append(x.shape[0])
         return genuine(x, recipe, scratch)
 
-    monkeypatch.setattr(muonloom.engine, "iterate", iterate)
+    monkeypatch.setattr(muonloom.compute, "iterate", iterate)
     results = []
     for batch_bytes in ("auto", 3 * 8 * 6 * 4):
         p = parameter(7, 8, 6)
@@ -193,7 +193,7 @@ def test_a_missing_gradient_does_not_change_the_others_bits():
 
 def test_leftovers_in_the_workspace_do_not_matter(monkeypatch: pytest.MonkeyPatch):
     """A matrix without gradient keeps its place in the batch, whatever lies there."""
-    genuine = muonloom.engine.iterate
+    genuine = muonloom.compute.iterate
 
     def dirty(x: torch.Tensor, recipe: Any, scratch: torch.Tensor) -> torch.Tensor:
         out = genuine(x, recipe, scratch).clone()
@@ -203,7 +203,7 @@ def test_leftovers_in_the_workspace_do_not_matter(monkeypatch: pytest.MonkeyPatc
 
     results = []
     for iterate in (genuine, dirty):
-        monkeypatch.setattr(muonloom.engine, "iterate", iterate)
+        monkeypatch.setattr(muonloom.compute, "iterate", iterate)
         named = layers(3, {"a": (16, 8), "b": (8, 16)})
         opt = muonloom.Muon(named, lr=0.02)
         for step in range(3):

@@ -234,13 +234,13 @@ def test_free_gradients_falls_during_the_step_and_drops_those_of_a_skipped_step(
     opt = muonloom.Muon([first, second], free_gradients=True)
     give_gradients([first, second], 0)
     alive: list[list[bool]] = []
-    real = muonloom.engine.iterate
+    real = muonloom.compute.iterate
 
     def watched(x: torch.Tensor, recipe: Any, scratch: torch.Tensor) -> torch.Tensor:
         alive.append([p.grad is not None for p in (first, second)])
         return real(x, recipe, scratch)
 
-    monkeypatch.setattr("muonloom.engine.iterate", watched)
+    monkeypatch.setattr("muonloom.compute.iterate", watched)
     opt.step()
     assert alive == [[True, True], [False, True]]
     give_gradients([first, second], 1)

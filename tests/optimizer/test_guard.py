@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import muonloom
-import muonloom.engine
+import muonloom.compute
 from muonloom import BlockSpec, Layout
 from optimizer.support import (
     Named,
@@ -180,7 +180,7 @@ def test_the_guard_sees_every_group_and_unnamed_parameters():
 
 def poison(monkeypatch: pytest.MonkeyPatch, index: int, value: float = float("nan")) -> list[int]:
     """Make matrix ``index`` of every batched call non-finite; return the calls' counts."""
-    genuine, counts = muonloom.engine.iterate, []
+    genuine, counts = muonloom.compute.iterate, []
 
     def iterate(x: torch.Tensor, recipe: Any, scratch: torch.Tensor) -> torch.Tensor:
         out = genuine(x, recipe, scratch)
@@ -188,7 +188,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, index: int, value: float = float("na
         out[index, -1, -1] = value
         return out
 
-    monkeypatch.setattr(muonloom.engine, "iterate", iterate)
+    monkeypatch.setattr(muonloom.compute, "iterate", iterate)
     return counts
 
 

@@ -13,6 +13,7 @@ import muonloom
 PUBLIC = [
     "BlockSpec",
     "ConfigError",
+    "HostPlacement",
     "Layout",
     "Muon",
     "StaleMasterError",

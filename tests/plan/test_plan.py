@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muonloom.layout import BlockSpec
-from muonloom.plan import MatrixEntry, Op, Plan, ScalarEntry, build_plan
+from muonloom.plan import MatrixEntry, Plan, ScalarEntry, build_plan
 
 FP32 = (("compute_dtype", torch.float32), ("method", "standard"))
 
@@ -18,6 +18,7 @@ FP32 = (("compute_dtype", torch.float32), ("method", "standard"))
 def entry(index: int, shape: tuple[int, ...], spec: BlockSpec, *, steps: int = 5) -> MatrixEntry:
     return MatrixEntry(
         index=index,
+        turn=index,
         name=f"layers.{index}.w",
         kind="layers.*.w",
         shape=shape,
@@ -29,7 +30,10 @@ def entry(index: int, shape: tuple[int, ...], spec: BlockSpec, *, steps: int = 5
 
 
 def scalar(index: int, shape: tuple[int, ...], pool: int = 0) -> ScalarEntry:
-    return ScalarEntry(index=index, name=f"s{index}", kind="s", shape=shape, pool=(pool,))
+    cpu = torch.device("cpu")
+    return ScalarEntry(
+        index=index, turn=index, name=f"s{index}", kind="s", shape=shape, device=cpu, pool=(pool,)
+    )
 
 
 CHOICES = [
@@ -56,14 +60,14 @@ def test_every_matrix_is_in_exactly_one_batch(picks, batch_bytes):
     seen = set()
     for batch in plan.batches:
         offset = 0
-        for unit in batch.units:
-            assert unit.offset == offset
-            assert unit.numel == unit.count * batch.rows * batch.columns
-            for matrix in range(unit.first, unit.first + unit.count):
-                key = (unit.parameter, unit.view, matrix)
+        for run in batch.runs:
+            assert run.offset == offset
+            assert run.numel == run.count * batch.rows * batch.columns
+            for matrix in range(run.first, run.first + run.count):
+                key = (run.parameter, run.view, matrix)
                 assert key not in seen
                 seen.add(key)
-            offset += unit.count
+            offset += run.count
         if batch_bytes != "auto":
             assert batch.x_bytes <= batch_bytes
     assert len(seen) == plan.num_matrices
@@ -90,18 +94,19 @@ def test_a_batch_that_holds_no_matrix_is_an_error_with_name_and_bytes():
         build_plan([entry(0, (8, 4), BlockSpec.whole())], [], ns_batch_bytes=127)
 
 
-def test_items_are_two_phases_around_each_call():
-    plan = build_plan(
-        [entry(i, (600, 512), BlockSpec.whole()) for i in range(2)], [scalar(2, (10,))]
-    )
-    assert [item.op for item in plan.items] == [
-        Op.DIRECTION,
-        Op.DIRECTION,
-        Op.ORTHOGONALIZE,
-        Op.UPDATE,
-        Op.UPDATE,
-        Op.ADAMW,
+def test_works_come_in_the_order_of_a_forward_pass():
+    entries = [
+        entry(1, (8, 4), BlockSpec.whole()),
+        entry(2, (4, 16), BlockSpec.whole()),
+        entry(3, (8, 4), BlockSpec.whole()),
+        entry(4, (8, 4), BlockSpec.whole()),
     ]
+    plan = build_plan(entries, [scalar(0, (10,)), scalar(5, (3,))], ns_batch_bytes=256)
+    first = [
+        min(part.parameter for part in getattr(work, "runs", None) or work.spans)
+        for work in plan.works
+    ]
+    assert first == [0, 1, 2, 4]
 
 
 def test_digest_tells_plans_apart_and_nothing_else():
@@ -111,13 +116,16 @@ def test_digest_tells_plans_apart_and_nothing_else():
 
     assert plan().digest() == plan().digest()
     assert plan().digest() != plan(ns_batch_bytes=256).digest()
+    assert (
+        plan().digest() == plan(slot_bytes=8 * 4 * 4).digest()
+    )  # the size of a slot changes no result
 
 
 def test_large_scalar_parameters_are_cut_at_aligned_places():
-    numel = (64 << 20) // 4 * 2 + 10
+    numel = (2 << 16) + 10
     plan = build_plan([], [scalar(0, (numel,)), scalar(1, (3,))])
     spans = [span for pack in plan.packs for span in pack.spans if span.parameter == 0]
-    assert [span.start for span in spans] == [0, 1 << 24, 2 << 24]
+    assert [span.start for span in spans] == [0, 1 << 16, 2 << 16]
     assert all(span.start % 64 == 0 for span in spans)
     assert spans[-1].stop == numel
     assert [span.last for span in spans] == [False, False, True]

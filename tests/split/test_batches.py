@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import muonloom
-import muonloom.engine
+import muonloom.compute
 from layout.tiny import fresh
 from muonloom import Layout
 from split.support import (
@@ -108,7 +108,7 @@ def test_strided_blocks_are_contiguous_in_the_one_workspace(
     model = mla_sample("glm_moe_dsa")
     layout = Layout.from_model(model, **cut)
     seen: list[tuple[tuple[int, ...], int]] = []
-    genuine = muonloom.engine.iterate
+    genuine = muonloom.compute.iterate
 
     def iterate(x: Tensor, recipe: Any, scratch: Tensor) -> Tensor:
         assert x.is_contiguous()
@@ -123,7 +123,7 @@ def test_strided_blocks_are_contiguous_in_the_one_workspace(
         if not view.tensor.is_contiguous()
     }
     assert bool(strided) == ("mla_components" in cut)
-    monkeypatch.setattr(muonloom.engine, "iterate", iterate)
+    monkeypatch.setattr(muonloom.compute, "iterate", iterate)
     updates(gradients_of(model), layout)
     assert len({storage for _, storage in seen}) == 1
     batched = {shape[1:]: shape[0] for shape, _ in seen}

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
+import muonloom
 from muonloom.errors import ConfigError
 from muonloom.train.config_file import load_config, parse_override
 
@@ -35,16 +39,42 @@ def test_shipped_configs_differ_in_the_optimizer_alone():
 
 
 def test_defaults_are_those_of_the_optimizer(write):
-    import inspect
-
-    import muonloom
-
     optim = load_config(write(MODEL)).optim
     signature = inspect.signature(muonloom.Muon).parameters
     shared = [name for name in type(optim).model_fields if name in signature]
     assert len(shared) > 12
     for name in shared:
-        assert getattr(optim, name) == signature[name].default, name
+        value = getattr(optim, name)
+        value = getattr(torch, value) if name == "momentum_dtype" else value
+        assert value == signature[name].default, name
+
+
+def test_the_host_table_has_the_fields_and_defaults_of_a_host_placement(write):
+    host = load_config(write(MODEL)).optim.host
+    assert host.model_dump() == dataclasses.asdict(muonloom.HostPlacement())
+
+
+def test_the_default_run_cuts_heads_and_places_state_on_the_host():
+    optim = load_config(ROOT / "configs" / "default.toml").optim
+    assert (optim.placement, optim.heads_per_block) == ("host", 1)
+
+
+def test_the_default_run_goes_to_the_device_by_one_override():
+    optim = load_config(ROOT / "configs" / "default.toml", ["optim.placement=device"]).optim
+    assert optim.placement == "device"
+
+
+@pytest.mark.parametrize("host", ["host = {}", "[optim.host]\nnum_slots = 3"])
+@pytest.mark.parametrize("placement", ["", 'placement = "device"\n'])
+def test_a_host_table_that_nothing_reads_is_refused(write, host, placement):
+    with pytest.raises(ConfigError, match=r"^optim\.host: got a table .*placement = .host."):
+        load_config(write(MODEL + f"[optim]\n{placement}{host}\n"))
+
+
+def test_the_host_table_is_read(write):
+    text = '[optim]\nplacement = "host"\nhost = {slot_bytes = 4096, master_layout = "split"}\n'
+    host = load_config(write(MODEL + text), ["optim.host.num_slots=1"]).optim.host
+    assert host.model_dump() == {"slot_bytes": 4096, "num_slots": 1, "master_layout": "split"}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +88,16 @@ def test_defaults_are_those_of_the_optimizer(write):
         ("[optim]\nadamw_betas = [0.9]\n", "optim.adamw_betas"),
         ("[optim]\nheads_per_block = 0\n", "optim.heads_per_block"),
         ("[optim]\nplacement = 'moon'\n", "optim.placement"),
+        ("[optim]\nmomentum_dtype = 'float16'\n", "optim.momentum_dtype"),
+        ("[optim]\nns_batch_bytes = 0\n", "optim.ns_batch_bytes"),
+        ("[optim]\nns_batch_bytes = 'all'\n", "optim.ns_batch_bytes"),
+        ("[optim]\nfree_gradients = 1\n", "optim.free_gradients"),
+        ("[optim]\nhost = 3\n", "optim.host"),
+        ("[optim]\nplacement = 'host'\nhost.slot_bytes = -1\n", "optim.host.slot_bytes"),
+        ("[optim]\nplacement = 'host'\nhost.slot_bytes = true\n", "optim.host.slot_bytes"),
+        ("[optim]\nplacement = 'host'\nhost.num_slots = 0\n", "optim.host.num_slots"),
+        ("[optim]\nplacement = 'host'\nhost.master_layout = 'half'\n", "optim.host.master_layout"),
+        ("[optim]\nplacement = 'host'\nhost.slots = 2\n", "optim.host.slots"),
         ("[schedule]\nsteps = 0\n", "schedule.steps"),
         ("[schedule]\nsteps = true\n", "schedule.steps"),
         ("[schedule]\nsteps = 2.5\n", "schedule.steps"),

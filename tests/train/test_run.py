@@ -42,13 +42,58 @@ def test_a_run_leaves_summary_log_picture_and_model(tiny_config, tmp_path):
     assert summary["loss"]["held_out"] < summary["loss"]["held_out_before"]
     assert set(summary["loss"]["baselines"]) == {"unigram", "bigram", "trigram", "zlib"}
     assert [step for step, _ in summary["loss"]["curve"]] == [0, 3, 6]
-    assert summary["proofs"][0]["holds"] is True
+    assert [proof["holds"] for proof in summary["proofs"]] == [True, True], summary["proofs"]
     assert summary["memory"]["gradients"] > 0
     assert 0 < summary["training"]["optimizer_share"] < 1
     assert len(summary["completion"]["before"]) > 0
     screen = console.file.getvalue()
     assert "no GPU figure" in screen
     assert "A NaN gradient changes nothing" in screen
+    assert "Host and device placement give the same bits" in screen
+    assert "memory before the first step: device weights" in screen.replace("\n", " ")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_on_the_host_is_the_run_on_the_device(tiny_config, tmp_path, dtype):
+    common = (f"model.dtype={dtype}", "optim.ns_batch_bytes=4096", "run.save_model=false")
+    device = execute(tiny_config, *common)
+    host = execute(
+        tiny_config,
+        *common,
+        "optim.placement=host",
+        "optim.host.num_slots=2",
+        "optim.host.slot_bytes=8192",
+    )
+    for key in ("loss", "completion", "layout"):
+        assert host[key] == device[key]
+    assert [proof["holds"] for proof in host["proofs"]] == [True, True], host["proofs"]
+    assert host["memory"]["device_slots"] == 2 * 8192
+    assert host["memory"]["host_state"] > 0 == host["memory"]["device_state"]
+    # FP32: momentum of Muon, both moments of AdamW; BF16: masters too.
+    per_element = {"muon": 4, "adamw": 8}
+    master = 4 if dtype == "bfloat16" else 0
+    moved = sum(
+        row["elements"] * (per_element[row["algorithm"]] + master) for row in host["layout"]
+    )
+    assert moved <= host["last_step"]["bytes_out"] < 1.01 * moved
+    assert host["last_step"]["bytes_in"] == host["last_step"]["bytes_out"]
+    assert (device["last_step"]["bytes_in"], device["last_step"]["bytes_out"]) == (0, 0)
+
+
+def test_the_ledger_is_told_before_the_first_step(tiny_config, monkeypatch):
+    def stops(self, observer):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "run", stops)
+    console = quiet()
+    overrides = ["optim.placement=host", "optim.host.slot_bytes=65536"]
+    run = TrainingRun(load_config(tiny_config, overrides), console=console)
+    with pytest.raises(KeyboardInterrupt):
+        run.execute()
+    told = console.file.getvalue().replace("\n", " ")
+    assert "host state" in told
+    assert "device slots 192.0 KiB" in told
+    assert "device state" not in told
 
 
 def test_statistics_over_heads_are_logged(tiny_config, tmp_path):
@@ -105,8 +150,10 @@ def test_bfloat16_trains(tiny_config, overrides):
     assert summary["model"]["dtype"] == ("bfloat16" if "dtype" in overrides[0] else "float32")
 
 
-def test_adamw_alone_has_no_matrices(tiny_config):
-    summary = execute(tiny_config, "optim.algorithm=adamw")
+@pytest.mark.parametrize("overrides", [[], ["optim.heads_per_block=1", "optim.placement=host"]])
+def test_adamw_alone_has_no_matrices(tiny_config, overrides):
+    summary = execute(tiny_config, "optim.algorithm=adamw", *overrides)
+    assert all(proof["holds"] for proof in summary["proofs"]), summary["proofs"]
     assert {row["algorithm"] for row in summary["layout"]} == {"adamw"}
     assert summary["last_step"]["matrices"] == []
     assert summary["loss"]["held_out"] < summary["loss"]["held_out_before"]

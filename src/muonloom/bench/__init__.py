@@ -14,19 +14,20 @@ from muonloom.bench.peers import load_peers
 from muonloom.bench.results import SCHEMA, Plain, figures, plain_batch, plain_step
 from muonloom.bench.shapes import BATCHES, MOE, QUICK_BATCHES, QUICK_MOE
 from muonloom.bench.split_results import measure_split, split_figures
+from muonloom.bench.staging_results import measure_staging, staging_figures
 from muonloom.bench.step import measure_step
 from muonloom.bench.timing import Pace
 from muonloom.errors import complaint
 
 __all__ = ["PARTS", "run_bench"]
 
-PARTS = ("orthogonalization", "step", "split")
+PARTS = ("orthogonalization", "step", "split", "staging")
 ROUNDS, QUICK_ROUNDS = 7, 3
 DEFAULT_DIRECTORY = Path("runs/bench")
 
 
 def run_bench(*, out: Path | None, quick: bool, threads: int = 1, only: str | None = None) -> None:
-    """Measure orthogonalization, the whole step and Muon Split, print the tables, and write JSON.
+    """Measure all parts, or one, print the tables, and write JSON.
 
     Args:
         out: where the JSON goes; None: ``runs/bench/<UTC date and time>.json``.
@@ -66,7 +67,7 @@ def _measure(*, quick: bool, threads: int, only: str | None) -> Plain:
     begin = time.perf_counter()
     rounds = QUICK_ROUNDS if quick else ROUNDS
     parts = PARTS if only is None else (only,)
-    peers = load_peers() if parts != ("split",) else []
+    peers = load_peers() if {"orthogonalization", "step"} & set(parts) else []
     pace = Pace()
     works: list[Plain] = []
     for index, shape in enumerate(QUICK_BATCHES if quick else BATCHES):
@@ -85,6 +86,12 @@ def _measure(*, quick: bool, threads: int, only: str | None) -> Plain:
     split = None
     if "split" in parts:
         split = measure_split(quick=quick, rounds=rounds, device=device)
+    staging = None
+    if "staging" in parts:
+        staging = measure_staging(quick=quick, rounds=rounds, device=device)
+    found = figures(works)
+    found += split_figures(split) if split is not None else []
+    found += staging_figures(staging) if staging is not None else []
     return {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -96,7 +103,8 @@ def _measure(*, quick: bool, threads: int, only: str | None) -> Plain:
         "versions": versions(),
         "works": works,
         "split": split,
-        "figures": figures(works) + (split_figures(split) if split is not None else []),
+        "staging": staging,
+        "figures": found,
     }
 
 

@@ -11,10 +11,13 @@ from typing import Any
 from muonloom.bench.peers import REFERENCE
 from muonloom.bench.results import OURS, Plain, contender
 from muonloom.bench.split_results import split_tables
+from muonloom.bench.staging_results import staging_figures, staging_tables
 from muonloom.bench.text import Block, number
 
 BEGIN = "<!-- benchmark: begin, written by `python -m muonloom.bench.report` -->"
 END = "<!-- benchmark: end -->"
+STAGING_BEGIN = "<!-- staging: begin, written by `python -m muonloom.bench.report` -->"
+STAGING_END = "<!-- staging: end -->"
 REDIRECTED_WIDTH = 110
 DOCS = Path("docs/benchmarks.md")
 
@@ -142,14 +145,16 @@ def print_report(report: Plain) -> None:
 
 
 def blocks(report: Plain) -> list[Block]:
-    """Return all tables: one a work, the ceilings, Muon Split, the figures with goals."""
-    works, split = report["works"], report["split"]
+    """Return all tables: one a work, the ceilings, Muon Split, staging, the figures with goals."""
+    works, split, staging = report["works"], report["split"], report["staging"]
     made: list[Block] = [(work_title(work), RESULT_COLUMNS, result_rows(work)) for work in works]
     speeds = ceiling_rows(works)
     if speeds:
         made.append(("Speed of the products, GFLOP/s", CEILING_COLUMNS, speeds))
     if split is not None:
         made += split_tables(split)
+    if staging is not None:
+        made += staging_tables(staging)
     made.append(("Figures with goals", FIGURE_COLUMNS, figure_rows(report["figures"])))
     return made
 
@@ -167,17 +172,37 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def write_between_markers(text: str, content: str) -> str:
+def write_between_markers(text: str, content: str, *, begin: str = BEGIN, end: str = END) -> str:
     """Return ``text`` with what stands between the markers replaced.
 
     Raises:
         ValueError: a marker is missing.
     """
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"docs: got no text between {BEGIN!r} and {END!r}; wanted both markers.")
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"docs: got no text between {begin!r} and {end!r}; wanted both markers.")
     return f"{head}{begin}\n\n{content}\n\n{end}{tail}"
+
+
+def write_tables(text: str, report: Plain) -> str:
+    """Return the page ``text`` with the tables of all parts that ``report`` has.
+
+    Host placement has its own place, so that it can be measured alone.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    staging = report["staging"]
+    own = staging_figures(staging) if staging is not None else []
+    others = [figure for figure in report["figures"] if figure not in own]
+    if report["works"] or report["split"] is not None:
+        content = markdown({**report, "staging": None, "figures": others})
+        text = write_between_markers(text, content)
+    if staging is not None:
+        content = markdown({**report, "works": [], "split": None, "figures": own})
+        text = write_between_markers(text, content, begin=STAGING_BEGIN, end=STAGING_END)
+    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -189,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--docs", type=Path, default=DOCS, help="the page to write into")
     options = parser.parse_args(arguments)
     report: dict[str, Any] = json.loads(options.json.read_text())
-    options.docs.write_text(write_between_markers(options.docs.read_text(), markdown(report)))
+    options.docs.write_text(write_tables(options.docs.read_text(), report))
 
 
 if __name__ == "__main__":

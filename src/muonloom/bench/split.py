@@ -338,6 +338,7 @@ def plan_of(size: MoeSize, variant: Variant) -> Plan:
         [
             MatrixEntry(
                 index=index,
+                turn=index,
                 name=rule.name,
                 kind=rule.kind,
                 shape=tuple(rule.shape),

@@ -19,6 +19,7 @@ from muonloom.math.recipe import (
     workspace_numel,
 )
 from muonloom.math.scale import ADJUST_LR_FNS, muon_scale
+from muonloom.math.split import has_overflow, join_, low_halves, settle_ties_
 
 __all__ = [
     "ADJUST_LR_FNS",
@@ -30,11 +31,15 @@ __all__ = [
     "Triple",
     "expand_coefficients",
     "has_fast_bfloat16",
+    "has_overflow",
     "iterate",
+    "join_",
+    "low_halves",
     "make_recipe",
     "muon_scale",
     "normalize_",
     "ns_coefficient_names",
     "orthogonalize",
+    "settle_ties_",
     "workspace_numel",
 ]

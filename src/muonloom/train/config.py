@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
+from muonloom.errors import complaint
+
+
+def _size(value: object) -> int | str:
+    if value == "auto" or (type(value) is int and value > 0):
+        return value
+    raise ValueError(f'got {value!r}; wanted "auto" or a positive number of bytes')
+
+
+Size = Annotated[int | str, PlainValidator(_size)]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -69,6 +79,14 @@ class DataConfig(_Section):
         return self
 
 
+class HostConfig(_Section):
+    """`[optim.host]`: the fields of `muonloom.HostPlacement`, for ``placement = "host"``."""
+
+    slot_bytes: Size = "auto"
+    num_slots: Count = 3
+    master_layout: Literal["full", "split"] = "full"
+
+
 class OptimConfig(_Section):
     """`[optim]`: the options of `muonloom.Muon` and of its layout, under the same names.
 
@@ -88,6 +106,8 @@ class OptimConfig(_Section):
     adamw_betas: tuple[Decay, Decay] = (0.9, 0.95)
     adamw_eps: Rate = 1e-8
     adamw_weight_decay: Rate | None = None
+    momentum_dtype: Literal["float32", "bfloat16"] = "float32"
+    ns_batch_bytes: Size = "auto"
     no_decay: list[str] = ["*norm*", "*bias"]
     heads_per_block: Count | None = None
     mla_components: bool = False
@@ -96,7 +116,22 @@ class OptimConfig(_Section):
     idle_matrices: Literal["update", "skip"] = "update"
     skip_nonfinite: bool = True
     max_consecutive_skips: Natural = 20
-    placement: Literal["device"] = "device"
+    free_gradients: bool = False
+    placement: Literal["device", "host"] = "device"
+    host: HostConfig = HostConfig()
+
+    @model_validator(mode="after")
+    def _host_is_read(self) -> Self:
+        if self.placement == "device" and "host" in self.model_fields_set:
+            raise ValueError(
+                complaint(
+                    "optim.host",
+                    got='a table that placement = "device" does not read',
+                    wanted='`placement = "host"` in [optim]',
+                    remedy="Set it, or remove [optim.host].",
+                )
+            )
+        return self
 
 
 class ScheduleConfig(_Section):

@@ -1,15 +1,16 @@
 """Claims of the library, shown live on the model that was just trained.
 
 Each proof is a function from a `Bench` to an `Outcome` and takes seconds. A proof leaves the
-model's weights as it found them, also where it fails.
+model's weights and the optimizer's state as it found them, also where it fails.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,18 +21,28 @@ import muonloom
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What proofs work with."""
+    """What proofs work with.
+
+    Attributes:
+        model: as trained.
+        optimizer: of `model`.
+        backward: leaves a gradient in `.grad`, returns the loss.
+        rebuild: makes an optimizer with the same options for a copy of the model, placed otherwise.
+        host: the run's host placement; the default one where the run had none.
+    """
 
     model: nn.Module
     optimizer: muonloom.Muon
-    backward: Callable[[], float]  # leaves a gradient in `.grad`, returns the loss
+    backward: Callable[[], float]
+    rebuild: Callable[[nn.Module, str | muonloom.HostPlacement], muonloom.Muon]
+    host: muonloom.HostPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a proof found."""
+    """What a proof found; None where there was no memory to try."""
 
-    holds: bool
+    holds: bool | None
     detail: str
 
 
@@ -40,7 +51,7 @@ class ProofRecord:
     """One line of the report."""
 
     claim: str
-    holds: bool
+    holds: bool | None
     detail: str
     seconds: float
 
@@ -59,6 +70,18 @@ def weights_sha256(model: nn.Module) -> str:
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(_raw_bytes(tensor))
+    return digest.hexdigest()
+
+
+def state_sha256(optimizer: muonloom.Muon) -> str:
+    """Return the SHA-256 of all state: name, key, dtype, shape and bytes; split masters count whole."""
+    saved = optimizer.state_dict()
+    digest = hashlib.sha256()
+    for group in saved["param_groups"]:
+        for index, name in zip(group["params"], group["param_names"], strict=True):
+            for key, tensor in sorted(saved["state"].get(index, {}).items()):
+                digest.update(f"{name} {key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                digest.update(_raw_bytes(tensor))
     return digest.hexdigest()
 
 
@@ -97,18 +120,74 @@ def _step(optimizer: muonloom.Muon) -> str:
     return "skipped" if optimizer.last_step["skipped"] else "taken"
 
 
+# Three steps on one gradient of the model; the last turns against the momentum.
+_FACTORS = (1.0, 0.5, -1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reached:
+    """Where a copy of the model got to."""
+
+    weights: str  # SHA-256
+    state: str  # SHA-256
+
+
+def placements_agree(bench: Bench) -> Outcome:
+    """Take the same steps on two copies, one in each placement, and compare every byte.
+
+    One copy is there at a time: beside the run's own memory it takes a model, its state and a gradient.
+    """
+    bench.backward()
+    gradients = {n: p.grad for n, p in bench.model.named_parameters() if p.grad is not None}
+    bench.optimizer.zero_grad(set_to_none=True)
+    before = state_sha256(bench.optimizer)
+    device, host = (_reached(bench, gradients, where) for where in ("device", bench.host))
+    if before in (device.state, host.state):
+        return Outcome(
+            holds=False, detail="the steps changed nothing, so there is nothing to compare"
+        )
+    same = device == host
+    return Outcome(
+        holds=same,
+        detail=f"{len(_FACTORS)} steps on a copy each: SHA-256 of weights {host.weights[:12]}… and state "
+        f"{host.state[:12]}… {'in both' if same else 'on the host, OTHERS on the device'}",
+    )
+
+
+def _reached(
+    bench: Bench, gradients: Mapping[str, Tensor], placement: str | muonloom.HostPlacement
+) -> _Reached:
+    model = copy.deepcopy(bench.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user was warned when the run's own optimizer was made
+        optimizer = bench.rebuild(model, placement)
+    optimizer.load_state_dict(bench.optimizer.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = group.get("initial_lr", group["lr"])  # a schedule may end at 0
+    for factor in _FACTORS:
+        for name, parameter in model.named_parameters():
+            gradient = gradients.get(name)
+            parameter.grad = None if gradient is None else gradient * factor
+        optimizer.step()
+    optimizer.drain()
+    return _Reached(weights=weights_sha256(model), state=state_sha256(optimizer))
+
+
 PROOFS: tuple[Proof, ...] = (
     Proof(claim="A NaN gradient changes nothing", show=nan_gradient_is_skipped),
+    Proof(claim="Host and device placement give the same bits", show=placements_agree),
 )
 
 
 def run_proofs(bench: Bench, proofs: tuple[Proof, ...] = PROOFS) -> list[ProofRecord]:
-    """Run each proof; an exception is a claim that does not hold."""
+    """Run each proof; an exception is a claim that does not hold, unless memory is what it lacks."""
     records = []
     for proof in proofs:
         begin = time.perf_counter()
         try:
             outcome = proof.show(bench)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            outcome = Outcome(holds=None, detail=f"not shown, for lack of memory: {error}")
         except Exception as error:  # the report must be written whatever a proof meets
             outcome = Outcome(holds=False, detail=f"{type(error).__name__}: {error}")
         records.append(

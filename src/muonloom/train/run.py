@@ -23,13 +23,13 @@ from muonloom.train.data import Corpus, cut_windows, load_corpus
 from muonloom.train.logs import RunLog
 from muonloom.train.machine import choose_device, describe_machine
 from muonloom.train.model import build_model
-from muonloom.train.optim import build_layout, build_optimizer
+from muonloom.train.optim import build_layout, build_optimizer, make_optimizer, placement_of
 from muonloom.train.progress import RunProgress
 from muonloom.train.proofs import Bench, ProofRecord, run_proofs
 from muonloom.train.results import plot, save_model, write_summary
 from muonloom.train.sample import Completion, choose_prompt, complete
 from muonloom.train.schedule import make_scheduler
-from muonloom.train.screen import show
+from muonloom.train.screen import ledger_line, show
 from muonloom.train.summary import Measured, summarize
 from muonloom.train.trainer import EvalRecord, Observer, StepRecord, Trainer
 
@@ -197,7 +197,8 @@ class TrainingRun:
         self._console.print(
             f"{type(parts.model).__name__}, {size:,} parameters on {parts.device}; "
             f"{self._config.optim.algorithm}, {self._config.schedule.steps} steps → "
-            f"{self.directory}\nheld-out nats a byte to compare with: {figures}",
+            f"{self.directory}\n{ledger_line(parts.optimizer.memory())}\n"
+            f"held-out nats a byte to compare with: {figures}",
             highlight=False,
             soft_wrap=True,
         )
@@ -236,12 +237,17 @@ class TrainingRun:
         return self._config.eval.sequences if interrupted else self._config.eval.final_sequences
 
     def _proofs(self, parts: _Parts) -> list[ProofRecord]:
-        steps = self._config.schedule.steps
+        steps, optim = self._config.schedule.steps, self._config.optim
+        placement = placement_of(optim)
         return run_proofs(
             Bench(
                 model=parts.model,
                 optimizer=parts.optimizer,
                 backward=lambda: parts.trainer.backward(steps + 1),
+                rebuild=lambda model, place: make_optimizer(
+                    model, parts.layout, optim, placement=place
+                ),
+                host=muonloom.HostPlacement() if isinstance(placement, str) else placement,
             )
         )
 

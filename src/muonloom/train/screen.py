@@ -11,6 +11,11 @@ from rich.text import Text
 
 _WIDTH = 100
 _BAR = 34  # characters of the longest bar of the ladder
+_MARKS = {
+    True: Text("✓", style="bold green"),
+    False: Text("✗", style="bold red"),
+    None: Text("–", style="dim"),
+}
 
 
 def show(console: Console, summary: dict[str, Any]) -> None:
@@ -35,6 +40,16 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def ledger_line(memory: dict[str, int]) -> str:
+    """Return the bytes by place in one line, for the start of a run."""
+    places = ", ".join(f"{place} {bytes_text(count)}" for place, count in _occupied(memory))
+    return f"memory before the first step: {places}"
+
+
+def _occupied(memory: dict[str, int]) -> list[tuple[str, int]]:
+    return [(place.replace("_", " "), count) for place, count in memory.items() if count]
 
 
 def _heading(summary: dict[str, Any]) -> RenderableType:
@@ -88,10 +103,12 @@ def _ledger(summary: dict[str, Any]) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 1), expand=True)
     table.add_column()
     table.add_column(justify="right")
-    for place, count in summary["memory"].items():
+    for place, count in _occupied(summary["memory"]):
         table.add_row(place, bytes_text(count))
-    training = summary["training"]
-    table.add_section()
+    report, training = summary["last_step"], summary["training"]
+    if summary["memory"]["host_state"] and not report["skipped"]:
+        table.add_row("to the device, a step", bytes_text(report["bytes_in"]))
+        table.add_row("to the host, a step", bytes_text(report["bytes_out"]))
     table.add_row("a step", f"{training['step_seconds'] * 1e3:.0f} ms")
     if training["optimizer_share"] is not None:
         table.add_row("optimizer's share", f"{training['optimizer_share']:.1%}")
@@ -163,7 +180,7 @@ def _proofs(proofs: list[dict[str, Any]]) -> RenderableType:
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)
     for proof in proofs:
-        mark = Text("✓", style="bold green") if proof["holds"] else Text("✗", style="bold red")
+        mark = _MARKS[proof["holds"]]
         claim = Text.assemble((proof["claim"], "bold"), f"  ({proof['seconds']:.1f} s)\n")
         table.add_row(mark, claim + Text(proof["detail"], style="dim"))
     return Panel(table, title="shown live on this model", title_align="left")

@@ -180,4 +180,5 @@ class Trainer:
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            # Not the whole device: what is stored and loaded ahead may go on beside the next forward.
+            torch.cuda.current_stream(self._device).synchronize()

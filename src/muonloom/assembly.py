@@ -1,0 +1,274 @@
+"""From parameter groups to a running engine: plan, schedule, slabs, backend, as the groups are now."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonloom.binding import Groups, plan_key, plan_of, sources_of, staged_states
+from muonloom.config import HostPlacement, host_placement
+from muonloom.device import Backend
+from muonloom.engine import Engine
+from muonloom.errors import complaint
+from muonloom.groups import Assignment
+from muonloom.host import Reservation, SlabStore
+from muonloom.plan import Batch, Plan
+from muonloom.schedule import resident_schedule, staged_schedule
+from muonloom.staging import Source
+from muonloom.state import DeviceStore, State, kept_dtypes
+
+States = Mapping[Tensor, State]
+
+
+class Assembly:
+    """Keeps plan, engine and slabs in step with the groups.
+
+    Attributes:
+        host: how state is placed on the host; None in device placement.
+        awaited: the parameters that hooks wait for, so that a step may return before they are written;
+            None: steps return with all weights. The next `update` brings a change about.
+        torn: names of parameters that a failed step left half written.
+
+    Args:
+        placement: of `Muon`.
+        ns_batch_bytes: of `Muon`.
+        make_backend: what makes the streams of a device.
+    """
+
+    def __init__(
+        self,
+        *,
+        placement: str | HostPlacement,
+        ns_batch_bytes: int | str,
+        make_backend: Callable[[torch.device], Backend],
+    ) -> None:
+        self.host = host_placement(placement)
+        self.awaited: frozenset[Tensor] | None = None
+        self.torn: list[str] = []
+        self._indices: dict[Tensor, int] = {}
+        self._ns_batch_bytes = ns_batch_bytes
+        self._make_backend = make_backend
+        self._backend: Backend | None = None
+        self._device = torch.device("cpu")
+        self._slabs: SlabStore | None = None
+        self._plan: Plan | None = None
+        self._engine: Engine | None = None
+        self._key: tuple[Any, ...] = ()
+        self._mappings: tuple[Groups, Mapping[Tensor, Assignment], States] = ((), {}, {})
+        self._slab_version = 0
+
+    @property
+    def splits_masters(self) -> bool:
+        """See `muonloom.state.Store`, which this is."""
+        return self.host is not None and self.host.master_layout == "split"
+
+    def new(self, parameter: Tensor, key: str, dtype: torch.dtype, *, zero: bool = True) -> Tensor:
+        """Return a tensor for the state `key` of `parameter`, where the placement has it."""
+        store = DeviceStore() if self._slabs is None else self._slabs
+        return store.new(parameter, key, dtype, zero=zero)
+
+    @property
+    def overlaps_forward(self) -> bool:
+        """Whether a step may return before all weights are written."""
+        return self.awaited is not None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of one step."""
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def engine(self) -> Engine:
+        """What runs it."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of all slabs."""
+        return 0 if self._slabs is None else self._slabs.nbytes
+
+    def update(
+        self, groups: Groups, assignments: Mapping[Tensor, Assignment], states: States
+    ) -> Engine:
+        """Return the engine, made again where the groups or the iteration's options changed.
+
+        Raises:
+            ValueError: a matrix that is larger than a batch or a slot may be, or parameters on several
+                devices in host placement; nothing was changed.
+            MemoryError: the host has too little memory for the state; nothing was changed.
+        """
+        self._mappings = (groups, assignments, states)  # loading puts others in place of them
+        key = (plan_key(groups), self.overlaps_forward)
+        if self._engine is None or key != self._key:
+            with torch.inference_mode(False):  # what is made here outlives it
+                self._build(groups, assignments, states)
+            self._key = key
+        return self.engine
+
+    def prefetch(self) -> None:
+        """Load ahead, once a step; again where somebody has written state since."""
+        if self._slabs is not None:
+            groups, _, states = self._mappings
+            _adopt(groups, states, self._slabs)
+        if self._slabs is not None and self._slabs.version != self._slab_version:
+            self.engine.forget()
+            self._slab_version = self._slabs.version
+        self.engine.prefetch()
+
+    def wait_for(self, parameters: Iterable[Tensor]) -> None:
+        """Have the caller's next operations wait for the weights of these, where they may be late."""
+        if self._backend is not None and self._engine is not None:
+            indices = (self._indices[p] for p in parameters if p in self._indices)
+            self._engine.wait_for(indices)
+
+    def wait_for_unawaited(self) -> None:
+        """Have the caller's next operations wait for weights that no hook waits for."""
+        if self.awaited is not None:
+            self.wait_for(tensor for tensor in self._indices if tensor not in self.awaited)
+
+    def settle(self) -> None:
+        """See `Engine.settle`."""
+        if self._engine is not None:
+            self._engine.settle()
+
+    def quiesce(self) -> None:
+        """Stop all movement before state is loaded, which is the cure for whatever has failed."""
+        if self._engine is not None:
+            with contextlib.suppress(Exception):
+                self._engine.settle()
+            self._engine.forget()
+
+    def _build(
+        self, groups: Groups, assignments: Mapping[Tensor, Assignment], states: States
+    ) -> None:
+        host = self.host
+        if host is None:
+            plan = plan_of(groups, assignments, ns_batch_bytes=self._ns_batch_bytes)
+            self._plan = plan
+            self._engine = Engine(plan, resident_schedule(plan), torn=self.torn)
+            return
+        slot_bytes = None if isinstance(host.slot_bytes, str) else host.slot_bytes
+        plan = plan_of(
+            groups, assignments, ns_batch_bytes=self._ns_batch_bytes, slot_bytes=slot_bytes
+        )
+        device = _one_device(groups, assignments)
+        split = self.splits_masters
+        schedule = staged_schedule(
+            plan,
+            staged_states(groups, states, split=split),
+            slot_bytes=host.slot_bytes,
+            num_slots=host.num_slots,
+            forward_order=self.overlaps_forward,
+        )
+        if split:
+            _refuse_half_precision(assignments)
+        if self._engine is not None:
+            self._engine.settle()
+        if self._backend is None:
+            self._backend, self._device = self._make_backend(device), device
+        if device != self._device:
+            raise ValueError(
+                complaint(
+                    "params",
+                    got=f"parameters that moved from {self._device} to {device}",
+                    wanted="host memory to serve one device",
+                    remedy="Move the model first, then build the optimizer.",
+                )
+            )
+        if self._slabs is None:
+            pin, unpin = self._backend.pin, self._backend.unpin
+            self._slabs = SlabStore(splits_masters=split, pin=pin, unpin=unpin)
+        self._slabs.reserve(_reservations(plan, groups, split=split))
+        _adopt(groups, states, self._slabs)
+        self._plan = plan
+        self._engine = Engine(
+            plan,
+            schedule,
+            torn=self.torn,
+            backend=self._backend,
+            sources=partial(_sources, weakref.ref(self)),
+            memory_of=self._slabs.memory_of,
+            overlaps_forward=self.overlaps_forward,
+        )
+        self._slab_version = self._slabs.version
+        tensors = (tensor for group in groups for tensor in group["params"])
+        self._indices = {tensor: index for index, tensor in enumerate(tensors)}
+
+
+def _sources(assembly: weakref.ref[Assembly]) -> list[Source]:
+    """Read the mappings as they are now; by a weak reference, so that `del` gives slabs back at once."""
+    alive = assembly()
+    assert alive is not None
+    return sources_of(*alive._mappings)
+
+
+def _adopt(groups: Groups, states: States, slabs: SlabStore) -> None:
+    """Move state that came from elsewhere (a caller, a copy of an optimizer) into the slabs."""
+    for parameter in (tensor for group in groups for tensor in group["params"]):
+        state = states.get(parameter, {})  # never makes an entry, as [] would
+        for key, tensor in state.items():
+            if not slabs.holds(parameter, key, tensor):
+                state[key] = slabs.place(parameter, key).copy_(tensor)
+
+
+def _one_device(groups: Groups, assignments: Mapping[Tensor, Assignment]) -> torch.device:
+    tensors = [tensor for group in groups for tensor in group["params"]]
+    home = tensors[0].device if tensors else torch.device("cpu")
+    for tensor in tensors:
+        if tensor.device != home:
+            raise ValueError(
+                complaint(
+                    assignments[tensor].name,
+                    got=f"a parameter on {tensor.device}, and others on {home}",
+                    wanted="all on one device for host placement",
+                    remedy='Use one optimizer a device, or placement="device".',
+                )
+            )
+    return home
+
+
+def _refuse_half_precision(assignments: Mapping[Tensor, Assignment]) -> None:
+    for tensor, assignment in assignments.items():
+        if tensor.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                complaint(
+                    assignment.name,
+                    got=f"a {tensor.dtype} parameter",
+                    wanted='BF16 or FP32 for master_layout="split"',
+                    remedy='Keep the model in BF16, or use master_layout="full".',
+                )
+            )
+
+
+def _reservations(plan: Plan, groups: Groups, *, split: bool) -> Iterator[Reservation]:
+    """Yield places for all state, in the order in which it is staged: neighbours move in one copy."""
+    owners = [(group, tensor) for group in groups for tensor in group["params"]]
+    placed: set[int] = set()
+    for work in plan.works:
+        parts = work.runs if isinstance(work, Batch) else work.spans
+        found = list(dict.fromkeys(part.parameter for part in parts))
+        fresh = [index for index in found if index not in placed]
+        placed.update(fresh)
+        dtypes = {i: kept_dtypes(owners[i][1], owners[i][0], split=split) for i in fresh}
+        keys = dict.fromkeys(key for own in dtypes.values() for key in own if key != "step")
+        for key in keys:
+            for index in fresh:
+                if key in dtypes[index]:
+                    tensor = owners[index][1]
+                    shape, dtype = tuple(tensor.shape), dtypes[index][key]
+                    yield Reservation(parameter=tensor, key=key, shape=shape, dtype=dtype)
+    for index in range(len(owners)):
+        if index not in placed:  # it has no elements, and so no work
+            group, tensor = owners[index]
+            for key, dtype in kept_dtypes(tensor, group, split=split).items():
+                if key != "step":
+                    shape = tuple(tensor.shape)
+                    yield Reservation(parameter=tensor, key=key, shape=shape, dtype=dtype)

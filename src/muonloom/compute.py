@@ -1,0 +1,342 @@
+"""The compute tasks of one step, on tensors that `muonloom.places` finds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muonloom.bound import Bound, cut
+from muonloom.config import AdamWOptions, MuonOptions
+from muonloom.layout import MatrixView
+from muonloom.math import iterate, muon_scale, normalize_
+from muonloom.places import Places, SpanState
+from muonloom.plan import Batch, Pack, Run, Span, flat_views
+from muonloom.schedule import Op, Schedule, Task
+from muonloom.telemetry import BatchRecord, MatrixRun, Squares, StepRecord
+from muonloom.update import adamw_, advance_momentum_, apply_update_, update_direction
+from muonloom.workspace import Workspace, Workspaces
+
+_RMS_CHUNK = 1 << 22
+
+# AdamW squares gradients in FP32; up to this the second moment and the moving averages stay finite.
+_LARGEST_SQUARABLE = 1e19
+
+
+@dataclass
+class _Flight:
+    """The batch that is being worked on.
+
+    `idle` and `held` are bool, one a matrix: whether its gradient is zero, and whether its group wants it
+    to stay as it is for that.
+    """
+
+    work: int
+    x: Tensor
+    idle: Tensor
+    held: Tensor
+    result: Tensor | None = None
+    keep: Tensor | None = None
+
+
+class StepCompute:
+    """The state of one step: which batch is in the workspace, and what it left there.
+
+    Attributes:
+        begun: (unit, part) whose lasting weights or state are being written.
+        written: (unit, part) for which that is done.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        places: Places,
+        bounds: Sequence[Bound | None],
+        record: StepRecord,
+        *,
+        workspaces: Workspaces,
+        uses: Counter[int] | None = None,
+    ) -> None:
+        self._schedule = schedule
+        self._places = places
+        self._bounds = bounds
+        self._record = record
+        self._workspaces = workspaces
+        self._uses = uses
+        self._flight: _Flight | None = None
+        self._gradients: dict[int, list[MatrixView]] = {}
+        self.begun: set[tuple[int, int]] = set()
+        self.written: set[tuple[int, int]] = set()
+        self._live = {unit.work for unit in schedule.units if any(map(self._present, unit.parts))}
+
+    def do(self, task: Task) -> None:
+        """Carry out one task of the compute stream."""
+        if task.work not in self._live:
+            return
+        work = self._schedule.works[task.work]
+        if isinstance(work, Pack):
+            self._adamw(task.unit, work)
+        elif task.op is Op.ORTHOGONALIZE:
+            self._orthogonalize(work, task)
+        else:
+            phase = self._direction if task.op is Op.DIRECTION else self._update
+            for part, run in enumerate(self._schedule.units[task.unit].parts):
+                assert isinstance(run, Run)
+                phase(work, task, part, run)
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients that are still held."""
+        return [b.gradient for b in self._bounds if b is not None and b.gradient is not None]
+
+    def drop_gradients(self) -> None:
+        """Let go of all gradients: the step's record outlives them, and must not keep them."""
+        self._gradients.clear()
+        for bound in self._bounds:
+            if bound is not None:
+                bound.gradient = None
+
+    def present_parts(self, unit: int) -> frozenset[int]:
+        """Return the parts of a unit that have a gradient in this step."""
+        parts = self._schedule.units[unit].parts
+        return frozenset(i for i, part in enumerate(parts) if self._present(part))
+
+    def _present(self, part: Run | Span) -> bool:
+        return self._bounds[part.parameter] is not None
+
+    def _bound(self, run: Run) -> tuple[Bound, MuonOptions]:
+        bound = self._bounds[run.parameter]
+        assert bound is not None
+        assert isinstance(bound.options, MuonOptions)
+        return bound, bound.options
+
+    def _gradient(self, run: Run) -> Tensor:
+        if run.parameter not in self._gradients:
+            bound, _ = self._bound(run)
+            assert bound.spec is not None
+            assert bound.gradient is not None
+            self._gradients[run.parameter] = flat_views(bound.spec, bound.gradient)
+        return cut(self._gradients[run.parameter], run)
+
+    def _direction(self, batch: Batch, task: Task, part: int, run: Run) -> None:
+        """Leave a run's normalized direction in the workspace; its state stays untouched.
+
+        The momentum is advanced only in `_update`, when the iteration is known to have given finite
+        numbers: a matrix whose iteration fails must keep its old momentum bit for bit.
+        """
+        workspace = self._workspaces.of(batch.device)
+        if self._flight is None or self._flight.work != task.work:
+            flags = torch.zeros(2, batch.count, dtype=torch.bool, device=batch.device)
+            self._flight = _Flight(task.work, workspace.x(batch), idle=flags[0], held=flags[1])
+        place = slice(run.offset, run.offset + run.count)
+        x = self._flight.x[place]
+        if not self._present(run):
+            x.zero_()  # the batch keeps its partition, whoever has a gradient
+            return
+        _, options = self._bound(run)
+        gradient = self._gradient(run)
+        direction = update_direction(
+            self._places.momentum(task.unit, part),
+            gradient,
+            momentum=options.momentum,
+            nesterov=options.nesterov,
+            out=workspace.fp32(0, gradient.shape),
+            scratch=workspace.fp32(1, gradient.shape),
+        )
+        normalize_(
+            direction.view(x.shape), eps=batch.eps, out=x, like_torch=batch.recipe.like_torch
+        )
+        dims = _matrix_dims(gradient, run)
+        # Two vectorized reductions; the infinity norm runs element by element on a CPU.
+        largest, least = torch.amax(gradient, dims), torch.amin(gradient, dims)
+        idle = ((largest == 0) & (least == 0)).view(-1)
+        self._flight.idle[place] = idle
+        if options.skip_idle:
+            self._flight.held[place] = idle
+
+    def _orthogonalize(self, batch: Batch, task: Task) -> None:
+        flight = self._flight
+        assert flight is not None
+        scratch = self._workspaces.of(batch.device).scratch(batch)
+        flight.result = iterate(flight.x, batch.recipe, scratch)
+        wide = torch.promote_types(flight.result.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(flight.result, dim=(-2, -1), dtype=wide)
+        finite = torch.isfinite(norms)
+        runs = tuple(self._matrix_runs(task.work))
+        keep = finite & ~flight.held
+        # On the CPU a look costs nothing, and spares the select in the common case.
+        flight.keep = None if batch.device.type == "cpu" and bool(keep.all()) else keep
+        self._record.batches.append(
+            BatchRecord(runs=runs, norms=norms, written=keep, finite=finite, idle=flight.idle)
+        )
+
+    def _matrix_runs(self, work: int) -> Iterator[MatrixRun]:
+        for u, unit in self._schedule.units_of(work):
+            for part, run in enumerate(unit.parts):
+                if not self._present(run):
+                    continue
+                assert isinstance(run, Run)
+                bound, options = self._bound(run)
+                assert bound.spec is not None
+                heads = bound.spec.cuts_heads and run.batched
+                yield MatrixRun(
+                    name=bound.name,
+                    kind=run.kind,
+                    shape=run.shape,
+                    offset=run.offset,
+                    count=run.count,
+                    factor=options.lr * muon_scale(*run.shape, options.adjust_lr_fn),
+                    head_momentum=self._places.kept_momentum(u, part) if heads else None,
+                )
+
+    def _update(self, batch: Batch, task: Task, part: int, run: Run) -> None:
+        if not self._present(run):
+            return
+        flight = self._flight
+        assert flight is not None
+        assert flight.result is not None
+        bound, options = self._bound(run)
+        workspace = self._workspaces.of(batch.device)
+        self._begin(task.unit, part, early=True)
+        master = self._places.master(task.unit, part, workspace)
+        place = slice(run.offset, run.offset + run.count)
+        keep = flight.keep
+        if keep is not None:
+            keep = keep[place].view(_keep_shape(master, run))
+        scratch = workspace.fp32(0, master.shape)
+        advance_momentum_(
+            self._places.momentum(task.unit, part),
+            self._gradient(run),
+            momentum=options.momentum,
+            keep=keep,
+            scratch=scratch,
+        )
+        apply_update_(
+            master,
+            flight.result[place].view(master.shape),
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            scale=muon_scale(*run.shape, options.adjust_lr_fn),
+            keep=keep,
+            scratch=scratch,
+        )
+        self._begin(task.unit, part, early=False)
+        self._places.finish(task.unit, part, master, scratch)
+        self._finished(task.unit, part, bound, master)
+
+    def _begin(self, unit: int, part: int, *, early: bool) -> None:
+        """Note that what lasts is being changed: where it is not staged, earlier."""
+        if not early or self._places.changes_in_place(unit, part):
+            self.begun.add((unit, part))
+
+    def _finished(self, unit: int, part: int, bound: Bound, master: Tensor) -> None:
+        self._places.wrote(unit, part)
+        self.written.add((unit, part))
+        if bound.weight.dtype != torch.float32:
+            self._record.watch(bound.name, master)
+        self._used(self._schedule.units[unit].parts[part].parameter)
+
+    def _used(self, parameter: int) -> None:
+        """Give the gradient back after its last use, where that was asked for."""
+        if self._uses is None:
+            return
+        self._uses[parameter] -= 1
+        bound = self._bounds[parameter]
+        if self._uses[parameter] == 0 and bound is not None:
+            self._gradients.pop(parameter, None)
+            bound.gradient = bound.weight.grad = None
+
+    def _adamw(self, unit: int, pack: Pack) -> None:
+        workspace = self._workspaces.of(pack.device)
+        present = [
+            (part, span, bound)
+            for part, span in enumerate(self._schedule.units[unit].parts)
+            if isinstance(span, Span) and (bound := self._bounds[span.parameter]) is not None
+        ]
+        if not present:
+            return
+        options = present[0][2].options
+        assert isinstance(options, AdamWOptions)
+        starts = _starts([span.numel for _, span, _ in present])
+        states = [
+            self._places.span(unit, part, workspace, start)
+            for (part, _, _), start in zip(present, starts, strict=True)
+        ]
+        gradients = [
+            self._fp32_gradient(bound, span, workspace, start)
+            for (_, span, bound), start in zip(present, starts, strict=True)
+        ]
+        for part, _, _ in present:
+            self._begin(unit, part, early=True)
+        self._call_adamw(states, gradients, options)
+        for (part, span, bound), state, start in zip(present, states, starts, strict=True):
+            scratch = workspace.fp32(0, (span.numel,), start=start)
+            self._begin(unit, part, early=False)
+            self._places.finish_span(unit, part, state, scratch)
+            self._finished(unit, part, bound, state.master)
+
+    @staticmethod
+    def _call_adamw(
+        states: Sequence[SpanState], gradients: Sequence[Tensor], options: AdamWOptions
+    ) -> None:
+        adamw_(
+            [state.master for state in states],
+            gradients,
+            [state.exp_avg for state in states],
+            [state.exp_avg_sq for state in states],
+            [state.step for state in states],
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
+
+    def _fp32_gradient(self, bound: Bound, span: Span, workspace: Workspace, start: int) -> Tensor:
+        gradient = bound.gradient
+        assert gradient is not None
+        values = gradient.contiguous().view(-1)[span.start : span.stop]
+        # No element passes the global norm, so the clamp is reached only where squares would overflow.
+        fits = self._record.grad_norm <= _LARGEST_SQUARABLE
+        if fits and values.dtype == torch.float32:
+            return values
+        wide = workspace.fp32(0, (span.numel,), start=start).copy_(values)
+        return wide if fits else wide.clamp_(-_LARGEST_SQUARABLE, _LARGEST_SQUARABLE)
+
+
+def _starts(numels: Sequence[int]) -> list[int]:
+    return [sum(numels[:index]) for index in range(len(numels))]
+
+
+def _matrix_dims(tensor: Tensor, run: Run) -> tuple[int, ...]:
+    """The dimensions of a run's tensor that belong to one matrix."""
+    return tuple(range(int(run.batched), tensor.ndim))
+
+
+def _keep_shape(tensor: Tensor, run: Run) -> list[int]:
+    lead = [run.count] if run.batched else []
+    return lead + [1] * (tensor.ndim - len(lead))
+
+
+def adamw_squares(bounds: Sequence[tuple[str, Bound]]) -> Squares:
+    """Return the size of the AdamW update that the present state stands for, by kind.
+
+    Computed only when somebody asks, in bounded pieces: it would cost a pass over the state each step.
+    """
+    squares: Squares = {}
+    for kind, bound in bounds:
+        options, state = bound.options, bound.state
+        assert isinstance(options, AdamWOptions)
+        count = float(state["step"])
+        if count == 0:
+            continue  # state was made, and no step taken
+        first, second = (1 - beta**count for beta in options.betas)
+        total, numel = squares.get(kind, (0.0, 0))
+        averages = (state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1))
+        for average, square in zip(*(torch.split(t, _RMS_CHUNK) for t in averages), strict=True):
+            update = (average / first) / ((square / second).sqrt() + options.eps)
+            norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
+            total += (options.lr * norm) ** 2
+        squares[kind] = (total, numel + bound.weight.numel())
+    return squares

@@ -1,0 +1,55 @@
+"""What a step left behind that nobody may go on from, as errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from muonloom.errors import complaint
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return names[0] + more
+
+
+def refuse_failed_iterations(names: Sequence[str]) -> None:
+    """Raise a FloatingPointError if there are parameters whose iteration was not finite."""
+    if names:
+        raise FloatingPointError(
+            complaint(
+                _first(names),
+                got="a non-finite result of the Newton–Schulz iteration",
+                wanted="finite numbers from finite gradients and momentum",
+                remedy="Its weight, master and momentum were kept; other matrices were updated.",
+            )
+        )
+
+
+def refuse_overflow(weights: Mapping[str, Tensor]) -> None:
+    """Raise a FloatingPointError if a weight holds an infinity; a large sum of squares is no fault."""
+    for name, weight in weights.items():
+        if bool(torch.isinf(weight).any()):
+            raise FloatingPointError(
+                complaint(
+                    name,
+                    got=f"a master that {weight.dtype} rounds to infinity",
+                    wanted="weights that stay finite",
+                    remedy="Its master is whole: lower it by apply_to_masters(), and the rate.",
+                )
+            )
+
+
+def refuse_torn(names: Sequence[str]) -> None:
+    """Raise a RuntimeError if a failed step left weights or state half written."""
+    if names:
+        raise RuntimeError(
+            complaint(
+                _first(names),
+                got="a weight that a failed step left half written",
+                wanted="whole weights and state",
+                remedy="Load the model and this optimizer from a checkpoint.",
+            )
+        )
