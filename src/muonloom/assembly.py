@@ -188,7 +188,7 @@ class Assembly:
             self._slabs = SlabStore(splits_masters=split, pin=pin, unpin=unpin)
         self._slabs.reserve(_reservations(plan, groups, split=split))
         _adopt(groups, states, self._slabs)
-        self._plan = plan
+        self._plan, self._engine = plan, None  # the old slots go before the new ones come
         self._engine = Engine(
             plan,
             schedule,

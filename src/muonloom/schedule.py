@@ -223,11 +223,11 @@ def _spread(plan: Plan) -> list[Batch | Pack]:
     batches = [work for work in plan.works if isinstance(work, Batch)]
     packs = [work for work in plan.works if isinstance(work, Pack)]
     works: list[Batch | Pack] = []
+    taken = 0
     for count, batch in enumerate(batches, start=1):
-        works.append(batch)
-        works += packs[
-            (count - 1) * len(packs) // len(batches) : count * len(packs) // len(batches)
-        ]
+        due = count * len(packs) // len(batches)
+        works += [batch, *packs[taken:due]]
+        taken = due
     return works if batches else list(packs)
 
 
@@ -258,20 +258,20 @@ def _slot_size(
     sizes = [0]
     for work in works:
         parts = _parts(work)
-        sizes += [_needed_bytes([part], staged) for part in parts]
+        sizes += [max(_part_bytes(part, staged)) for part in parts]
         sizes.append(_SLOT_BYTES.get(work.device.type, _DEFAULT_SLOT_BYTES))
         if isinstance(work, Batch):
             # What does not fit all slots but one cannot be loaded while the batch is iterated.
-            masters = _end(_pieces(parts, {p.parameter: staged[p.parameter].slot for p in parts}))
+            masters = sum(_part_bytes(part, staged)[0] for part in parts)
             sizes.append(-(-masters // max(1, num_slots - 1)))
     return max(sizes)
 
 
-def _needed_bytes(parts: Sequence[Run | Span], staged: Mapping[int, StagedState]) -> int:
-    """Return the bytes that these parts take in a slot, and at least those that they take in a room."""
-    slot = _pieces(parts, {p.parameter: staged[p.parameter].slot for p in parts})
-    room = _pieces(parts, {p.parameter: staged[p.parameter].room for p in parts})
-    return max(_end(slot), _end(room))
+def _part_bytes(part: Run | Span, staged: Mapping[int, StagedState]) -> tuple[int, int]:
+    """Return the bytes that a part takes in a slot and in a room; those of a unit are the sums."""
+    state = staged[part.parameter]
+    slot = sum(padded(part.numel * itemsize) for _, itemsize in state.slot)
+    return slot, sum(padded(part.numel * itemsize) for _, itemsize in state.room)
 
 
 def _units(
@@ -282,16 +282,16 @@ def _units(
     slot_bytes: int,
     name: Sequence[str],
 ) -> Iterator[Unit]:
-    start = 0
+    start = slot = room = 0
     parts: list[Run | Span] = []
     for part in _parts(work):
-        _check_fits([part], staged, slot_bytes=slot_bytes, name=name)
-        if parts and _needed_bytes([*parts, part], staged) > slot_bytes:
-            unit = _unit(w, tuple(parts), staged, room_start=start)
-            yield unit
-            start = _end(unit.room, start)
-            parts = []
+        more_slot, more_room = _part_bytes(part, staged)
+        _check_fits(part, max(more_slot, more_room), slot_bytes=slot_bytes, name=name)
+        if parts and max(slot + more_slot, room + more_room) > slot_bytes:
+            yield _unit(w, tuple(parts), staged, room_start=start)
+            start, slot, room, parts = start + room, 0, 0, []
         parts.append(part)
+        slot, room = slot + more_slot, room + more_room
     yield _unit(w, tuple(parts), staged, room_start=start)
 
 
@@ -333,17 +333,9 @@ def _end(pieces: Sequence[Piece], start: int = 0) -> int:
     return pieces[-1].offset + padded(pieces[-1].nbytes) if pieces else start
 
 
-def _check_fits(
-    parts: Sequence[Run | Span],
-    staged: Mapping[int, StagedState],
-    *,
-    slot_bytes: int,
-    name: Sequence[str],
-) -> None:
-    needed = _needed_bytes(parts, staged)
+def _check_fits(part: Run | Span, needed: int, *, slot_bytes: int, name: Sequence[str]) -> None:
     if needed <= slot_bytes:
         return
-    part = parts[0]
     what = f"a {part.shape[0]}×{part.shape[1]} matrix" if isinstance(part, Run) else "a span"
     raise ValueError(
         complaint(

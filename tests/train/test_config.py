@@ -25,7 +25,7 @@ def write(tmp_path):
     return _write
 
 
-@pytest.mark.parametrize("name", ["default.toml", "default-adamw.toml"])
+@pytest.mark.parametrize("name", ["default.toml", "default-adamw.toml", "host-split.toml"])
 def test_shipped_configs_are_valid(name):
     assert load_config(ROOT / "configs" / name).model.config["model_type"] == "glm_moe_dsa"
 
