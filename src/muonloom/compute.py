@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -259,7 +260,7 @@ class StepCompute:
             return
         options = present[0][2].options
         assert isinstance(options, AdamWOptions)
-        starts = _starts([span.numel for _, span, _ in present])
+        starts = [0, *accumulate(span.numel for _, span, _ in present)][:-1]
         states = [
             self._places.span(unit, part, workspace, start)
             for (part, _, _), start in zip(present, starts, strict=True)
@@ -303,10 +304,6 @@ class StepCompute:
             return values
         wide = workspace.fp32(0, (span.numel,), start=start).copy_(values)
         return wide if fits else wide.clamp_(-_LARGEST_SQUARABLE, _LARGEST_SQUARABLE)
-
-
-def _starts(numels: Sequence[int]) -> list[int]:
-    return [sum(numels[:index]) for index in range(len(numels))]
 
 
 def _matrix_dims(tensor: Tensor, run: Run) -> tuple[int, ...]:

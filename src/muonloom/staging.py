@@ -53,6 +53,7 @@ class _Half:
             issued. What the host has asked for so far; all else here is what the streams have done.
         phase: what it holds.
         newer: the parts that the slab has yet to get.
+        owners: the parts that have pieces.
         kept: the state tensors, by part and key.
         staged: pieces of these, made as they are first needed.
         moves: copies for a set of parts.
@@ -63,6 +64,7 @@ class _Half:
     requested: frozenset[int] | None = None
     phase: Phase = Phase.EMPTY
     newer: set[int] = field(default_factory=set)
+    owners: frozenset[int] = frozenset()
     kept: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     staged: dict[tuple[int, str], StagedPiece] = field(default_factory=dict)
     moves: dict[frozenset[int], list[Transfer]] = field(default_factory=dict)
@@ -161,7 +163,7 @@ class Staging:
     def wrote(self, unit: int, part: int) -> None:
         """Note that a part holds, in both halves, what the slabs have yet to get."""
         for half in (self._room_halves[unit], self._slot_halves[unit]):
-            if any(piece.part == part for piece in half.pieces):
+            if part in half.owners:
                 half.enter(Phase.NEWER)
                 half.newer.add(part)
 
@@ -239,14 +241,13 @@ def _buffers(count: int, nbytes: int, device: torch.device) -> list[Tensor]:
 
 
 def _half(pieces: tuple[Piece, ...], buffers: Sequence[Tensor], index: int) -> _Half:
-    return _Half(
-        pieces, buffers[index] if pieces else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    buffer = buffers[index] if pieces else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return _Half(pieces, buffer, owners=frozenset(piece.part for piece in pieces))
 
 
 def _keys(unit: Unit) -> list[frozenset[str]]:
     pieces = (*unit.room, *unit.slot)
-    return [
-        frozenset(piece.key for piece in pieces if piece.part == part)
-        for part in range(len(unit.parts))
-    ]
+    keys: list[set[str]] = [set() for _ in unit.parts]
+    for piece in pieces:
+        keys[piece.part].add(piece.key)
+    return [frozenset(own) for own in keys]
