@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from muonloom.bound import Bound
 from muonloom.compute import StepCompute
@@ -155,8 +156,7 @@ class Engine:
     ) -> None:
         if self._staging is None or self._backend is None:
             for task in self.schedule.tasks:
-                clock.enter(task.op.value)
-                compute.do(task)
+                _do(compute, task, clock)
             finish()
             return
         self._compute = compute
@@ -263,8 +263,9 @@ class Engine:
         assert staging is not None
 
         def work() -> None:
-            for target, source in copies:
-                backend.copy(target, source)
+            with record_function(f"muonloom {task.op.value}"):
+                for target, source in copies:
+                    backend.copy(target, source)
             staging.moved(task)
 
         stream = backend.stream(task.op.stream)
@@ -303,7 +304,8 @@ class Engine:
 
 def _do(compute: StepCompute, task: Task, clock: PhaseClock) -> None:
     clock.enter(task.op.value)
-    compute.do(task)
+    with record_function(f"muonloom {task.op.value}"):
+        compute.do(task)
 
 
 def _is_load(task: Task) -> bool:

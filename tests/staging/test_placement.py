@@ -18,6 +18,7 @@ import muonloom.host.slab
 import muonloom.plan
 from muonloom import HostPlacement
 from muonloom.host import Limit
+from muonloom.schedule import Op
 from staging.support import (
     OPTIONS,
     Named,
@@ -427,7 +428,9 @@ def test_the_report_and_the_trace(tmp_path: Path):
     assert report["bytes_in"] == report["bytes_out"] > 0
     assert {"guard", "direction", "orthogonalize", "update", "adamw"} <= report["seconds"].keys()
     assert all(seconds >= 0 for seconds in report["seconds"].values())
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {str(event.get("name")) for event in events}
+    assert {f"muonloom {op.value}" for op in Op} <= names
 
 
 def test_an_optimizer_without_parameters():
