@@ -160,18 +160,26 @@ class StepRecord:
 
     def suspects(self) -> list[str]:
         """Names of parameters whose weight may have been rounded to infinity."""
-        norms = [norm for _, norm in self.masters]
-        finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
-        names = zip(self.masters, finite, strict=True)
-        return sorted({name for (name, _), whole in names if not whole})
+        found: set[str] = set()
+        for names, norms in self._master_norms():
+            whole = zip(names, torch.isfinite(norms).tolist(), strict=True)
+            found.update(name for name, finite in whole if not finite)
+        return sorted(found)
+
+    def _master_norms(self) -> list[tuple[list[str], Tensor]]:
+        """Return names and norms of `masters`, those of one device in one tensor."""
+        by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+        for name, norm in self.masters:
+            by_device.setdefault(norm.device, []).append((name, norm))
+        return [
+            ([name for name, _ in pairs], torch.stack([norm for _, norm in pairs]))
+            for pairs in by_device.values()
+        ]
 
     def failure_flag(self) -> Tensor | None:
         """Return a bool scalar on the device: False where `failures` and `suspects` are empty."""
         flags = [(~batch.finite).any() for batch in self.batches]
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for _, norm in self.masters:
-            by_device.setdefault(norm.device, []).append(norm)
-        flags += [(~torch.isfinite(torch.stack(norms))).any() for norms in by_device.values()]
+        flags += [(~torch.isfinite(norms)).any() for _, norms in self._master_norms()]
         return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
     @staticmethod
