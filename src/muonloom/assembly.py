@@ -18,7 +18,7 @@ from muonloom.engine import Engine
 from muonloom.errors import complaint
 from muonloom.groups import Assignment
 from muonloom.host import Reservation, SlabStore
-from muonloom.plan import Batch, Plan
+from muonloom.plan import Plan
 from muonloom.schedule import resident_schedule, staged_schedule
 from muonloom.staging import Source
 from muonloom.state import DeviceStore, State, kept_dtypes
@@ -115,10 +115,11 @@ class Assembly:
 
     def prefetch(self) -> None:
         """Load ahead, once a step; again where somebody has written state since."""
-        if self._slabs is not None:
-            groups, _, states = self._mappings
-            _adopt(groups, states, self._slabs)
-        if self._slabs is not None and self._slabs.version != self._slab_version:
+        if self._slabs is None:
+            return
+        groups, _, states = self._mappings
+        _adopt(groups, states, self._slabs)
+        if self._slabs.version != self._slab_version:
             self.engine.forget()
             self._slab_version = self._slabs.version
         self.engine.prefetch()
@@ -185,7 +186,7 @@ class Assembly:
             )
         if self._slabs is None:
             pin, unpin = self._backend.pin, self._backend.unpin
-            self._slabs = SlabStore(splits_masters=split, pin=pin, unpin=unpin)
+            self._slabs = SlabStore(pin=pin, unpin=unpin)
         self._slabs.reserve(_reservations(plan, groups, split=split))
         _adopt(groups, states, self._slabs)
         self._plan, self._engine = plan, None  # the old slots go before the new ones come
@@ -251,24 +252,16 @@ def _refuse_half_precision(assignments: Mapping[Tensor, Assignment]) -> None:
 def _reservations(plan: Plan, groups: Groups, *, split: bool) -> Iterator[Reservation]:
     """Yield places for all state, in the order in which it is staged: neighbours move in one copy."""
     owners = [(group, tensor) for group in groups for tensor in group["params"]]
+    works = [[part.parameter for part in work.parts] for work in plan.works]
+    works.append(list(range(len(owners))))  # those without elements are in no work
     placed: set[int] = set()
-    for work in plan.works:
-        parts = work.runs if isinstance(work, Batch) else work.spans
-        found = list(dict.fromkeys(part.parameter for part in parts))
-        fresh = [index for index in found if index not in placed]
+    for found in works:
+        fresh = [index for index in dict.fromkeys(found) if index not in placed]
         placed.update(fresh)
         dtypes = {i: kept_dtypes(owners[i][1], owners[i][0], split=split) for i in fresh}
-        keys = dict.fromkeys(key for own in dtypes.values() for key in own if key != "step")
-        for key in keys:
+        for key in dict.fromkeys(key for own in dtypes.values() for key in own if key != "step"):
             for index in fresh:
                 if key in dtypes[index]:
-                    tensor = owners[index][1]
-                    shape, dtype = tuple(tensor.shape), dtypes[index][key]
-                    yield Reservation(parameter=tensor, key=key, shape=shape, dtype=dtype)
-    for index in range(len(owners)):
-        if index not in placed:  # it has no elements, and so no work
-            group, tensor = owners[index]
-            for key, dtype in kept_dtypes(tensor, group, split=split).items():
-                if key != "step":
+                    tensor, dtype = owners[index][1], dtypes[index][key]
                     shape = tuple(tensor.shape)
                     yield Reservation(parameter=tensor, key=key, shape=shape, dtype=dtype)

@@ -59,7 +59,7 @@ class StepCompute:
         record: StepRecord,
         *,
         workspaces: Workspaces,
-        uses: Counter[int] | None = None,
+        uses: Counter[int] | None,
     ) -> None:
         self._schedule = schedule
         self._places = places

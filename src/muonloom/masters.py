@@ -11,6 +11,7 @@ from torch import Tensor
 from muonloom.errors import StaleMasterError, complaint
 from muonloom.math import join_, low_halves, settle_ties_
 from muonloom.state import MASTER_KEYS, State, Store
+from muonloom.transfers import storage_order
 
 _SAMPLED_WORDS = 64
 _SUMMED_WORDS = 1 << 20
@@ -245,9 +246,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _sample(parameter: Tensor) -> Tensor:
     """Some words of the weight, spread over its storage; a view where that has no holes."""
-    strides = parameter.stride()
-    order = sorted(range(parameter.ndim), key=lambda dim: -strides[dim])
-    flat = _bits(parameter.detach()).permute(order).reshape(-1)
+    flat = _bits(parameter.detach()).permute(storage_order(parameter)).reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLED_WORDS)]
 
 

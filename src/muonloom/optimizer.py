@@ -304,11 +304,15 @@ class Muon(StateSaving):
         for bound in present:
             self._masters.check(bound.name, bound.weight, bound.state)
         groups = self._groups_by_parameter()
+        made = False
         for bound in present:
             bound.state = self.state[bound.weight]
+            known = len(bound.state)
             self._masters.ensure(bound.weight, bound.state)
             ensure_state(bound.weight, bound.state, groups[bound.weight], store=self._assembly)
-        self._assembly.prefetch()  # again, if state was made just now
+            made |= len(bound.state) > known
+        if made:
+            self._assembly.prefetch()  # again: what was loaded ahead is not all
 
     def _adamw_squares(self, bounds: Sequence[Bound | None]) -> Callable[[], Squares]:
         kinds = self._assembly.plan.kinds

@@ -6,7 +6,7 @@ changes no bit of a result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -179,15 +179,7 @@ class StagedPlaces(_Parts):
 
     def master(self, unit: int, part: int, workspace: Workspace) -> Tensor:
         """Return a run's masters: in the slot, joined from two halves, or the weight itself."""
-        weight = self._weight(unit, part)
-        if "master_weight" in self._staging.keys(unit, part):
-            return self._staging.piece(unit, part, "master_weight")
-        if self.changes_in_place(unit, part):
-            return weight
-        joined = workspace.fp32(1, weight.shape)
-        low = self._staging.piece(unit, part, "master_low")
-        join_(weight, low, joined, workspace.fp32(0, weight.shape))
-        return joined
+        return self._master(unit, part, lambda: self._weight(unit, part), workspace, 0)
 
     def finish(self, unit: int, part: int, master: Tensor, scratch: Tensor) -> None:
         """Write the weight, where it is not the master."""
@@ -199,17 +191,8 @@ class StagedPlaces(_Parts):
     def span(self, unit: int, part: int, workspace: Workspace, start: int) -> SpanState:
         """Return a span's state, with a counter of its own: the real one stays on the host."""
         span, bound = self._span(unit, part)
-        if "master_weight" in self._staging.keys(unit, part):
-            master = self._staging.piece(unit, part, "master_weight")
-        elif self.changes_in_place(unit, part):
-            master = flat(bound.weight, span)
-        else:
-            master = workspace.fp32(1, (span.numel,), start=start)
-            low = self._staging.piece(unit, part, "master_low")
-            scratch = workspace.fp32(0, (span.numel,), start=start)
-            join_(flat(bound.weight, span), low, master, scratch)
         return SpanState(
-            master=master,
+            master=self._master(unit, part, lambda: flat(bound.weight, span), workspace, start),
             exp_avg=self._staging.piece(unit, part, "exp_avg"),
             exp_avg_sq=self._staging.piece(unit, part, "exp_avg_sq"),
             step=workspace.counter(part).fill_(float(bound.state["step"])),
@@ -233,6 +216,25 @@ class StagedPlaces(_Parts):
     def _weight(self, unit: int, part: int) -> Tensor:
         run, bound, spec = self._run(unit, part)
         return self._views.cut(run, spec, bound.weight, "weight")
+
+    def _master(
+        self,
+        unit: int,
+        part: int,
+        weight: Callable[[], Tensor],
+        workspace: Workspace,
+        start: int,
+    ) -> Tensor:
+        """Return a part's masters; `weight` gives its weights, which may cost a copy."""
+        if "master_weight" in self._staging.keys(unit, part):
+            return self._staging.piece(unit, part, "master_weight")
+        high = weight()
+        if self.changes_in_place(unit, part):
+            return high
+        joined = workspace.fp32(1, high.shape, start=start)
+        scratch = workspace.fp32(0, high.shape, start=start)
+        join_(high, self._staging.piece(unit, part, "master_low"), joined, scratch)
+        return joined
 
     def _keep_low(
         self, unit: int, part: int, dtype: torch.dtype, master: Tensor, scratch: Tensor

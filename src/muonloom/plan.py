@@ -109,6 +109,11 @@ class Batch:
     runs: tuple[Run, ...]
 
     @property
+    def parts(self) -> tuple[Run, ...]:
+        """What it consists of: its runs."""
+        return self.runs
+
+    @property
     def count(self) -> int:
         """The number of matrices."""
         return sum(run.count for run in self.runs)
@@ -152,6 +157,11 @@ class Pack:
     device: torch.device
 
     @property
+    def parts(self) -> tuple[Span, ...]:
+        """What it consists of: its spans."""
+        return self.spans
+
+    @property
     def numel(self) -> int:
         """The elements of all spans."""
         return sum(span.numel for span in self.spans)
@@ -173,8 +183,7 @@ class Plan:
         return sorted((*self.batches, *self.packs), key=self._first_turn)
 
     def _first_turn(self, work: Batch | Pack) -> int:
-        parts = work.runs if isinstance(work, Batch) else work.spans
-        return min(self.turns[part.parameter] for part in parts)
+        return min(self.turns[part.parameter] for part in work.parts)
 
     @property
     def ns_calls(self) -> int:

@@ -12,8 +12,8 @@ one should the iteration fail; masters, and all of a pack's state, pass through 
     compute   DIRECTION of each unit → ORTHOGONALIZE the batch → UPDATE of each unit
     store                                                        STORE of each unit … STORE_MOMENTUM
 
-Loads are issued as early as room and slots allow, across batches, and those at the head of the order
-belong to the time before the step: they can be issued when the step before is done.
+Loads are issued as early as room and slots allow, across batches. Those at the head of the order can be
+issued for the next step already in the one before, as soon as what they wait for there has been.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from functools import cached_property
 
 from muonloom.dependencies import Access, add_waits
 from muonloom.errors import complaint
+from muonloom.host import padded
 from muonloom.plan import Batch, Pack, Plan, Run, Span
-
-# Where pieces of state begin in slabs, rooms and slots alike, so that neighbours move in one copy.
-PIECE_ALIGNMENT = 64
 
 _DEFAULT_SLOT_BYTES = 256 << 20
 _SLOT_BYTES = {"cpu": 4 << 20}
@@ -161,7 +159,7 @@ class Schedule:
 def resident_schedule(plan: Plan) -> Schedule:
     """Return the schedule of device placement: everything that belongs together is one unit."""
     works = plan.works
-    units = [Unit(work=w, parts=_parts(work)) for w, work in enumerate(works)]
+    units = [Unit(work=w, parts=work.parts) for w, work in enumerate(works)]
     tasks = [task for w, work in enumerate(works) for task in _compute(w, work, [w])]
     return Schedule(works=tuple(works), units=tuple(units), tasks=tuple(tasks))
 
@@ -231,10 +229,6 @@ def _spread(plan: Plan) -> list[Batch | Pack]:
     return works if batches else list(packs)
 
 
-def _parts(work: Batch | Pack) -> tuple[Run | Span, ...]:
-    return work.runs if isinstance(work, Batch) else work.spans
-
-
 def _compute(w: int, work: Batch | Pack, units: Sequence[int]) -> Iterator[Task]:
     if isinstance(work, Pack):
         yield from (Task(op=Op.ADAMW, work=w, unit=unit) for unit in units)
@@ -257,7 +251,7 @@ def _slot_size(
         return slot_bytes
     sizes = [0]
     for work in works:
-        parts = _parts(work)
+        parts = work.parts
         sizes += [max(_part_bytes(part, staged)) for part in parts]
         sizes.append(_SLOT_BYTES.get(work.device.type, _DEFAULT_SLOT_BYTES))
         if isinstance(work, Batch):
@@ -284,7 +278,7 @@ def _units(
 ) -> Iterator[Unit]:
     start = slot = room = 0
     parts: list[Run | Span] = []
-    for part in _parts(work):
+    for part in work.parts:
         more_slot, more_room = _part_bytes(part, staged)
         _check_fits(part, max(more_slot, more_room), slot_bytes=slot_bytes, name=name)
         if parts and max(slot + more_slot, room + more_room) > slot_bytes:
@@ -322,11 +316,6 @@ def _pieces(
                 pieces.append(Piece(part=index, key=key, offset=offset, nbytes=nbytes))
                 offset += padded(nbytes)
     return pieces
-
-
-def padded(nbytes: int) -> int:
-    """Return the distance to the next piece."""
-    return -(-nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
 
 
 def _end(pieces: Sequence[Piece], start: int = 0) -> int:
@@ -375,9 +364,7 @@ def _order(
     slots = _Queue([t for t in compute if t.op in (Op.UPDATE, Op.ADAMW) and units[t.unit].slot])
     position = {task: index for index, task in enumerate(compute)}
     batches_done, units_stored = 0, 0
-    waiting: list[
-        Task
-    ] = []  # a batch's momentum goes home after its masters, whose slots are scarcer
+    waiting: list[Task] = []  # a batch's momentum goes home when all of it is done
     for index, task in enumerate(compute):
         while True:
             ready = []

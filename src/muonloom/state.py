@@ -31,8 +31,6 @@ class Store(Protocol):
 class DeviceStore:
     """State lies where its parameter is."""
 
-    splits_masters = False
-
     def new(self, parameter: Tensor, key: str, dtype: torch.dtype, *, zero: bool = True) -> Tensor:
         """Return a zero tensor, in the parameter's own memory format."""
         like = parameter.detach().new_empty(()) if key == "step" else parameter.detach()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonloom.schedule import PIECE_ALIGNMENT
+from muonloom.host import PIECE_ALIGNMENT
 
 # A strided piece is copied run by run where the runs are long or few, and element by element otherwise.
 _LEAST_RUN_BYTES = 4096
@@ -104,7 +104,7 @@ def _ranges(piece: StagedPiece) -> Iterator[_Range | Transfer]:
     host, itemsize = piece.host, piece.host.element_size()
     if host.numel() == 0:
         return
-    ordered = host.permute(_storage_order(host))
+    ordered = host.permute(storage_order(host))
     depth = ordered.ndim
     length = 1
     while depth and (ordered.shape[depth - 1] == 1 or ordered.stride(depth - 1) == length):
@@ -126,14 +126,14 @@ def _ranges(piece: StagedPiece) -> Iterator[_Range | Transfer]:
         yield _Range(piece.memory, place, piece.buffer, start, length * itemsize)
 
 
-def _storage_order(tensor: Tensor) -> list[int]:
+def storage_order(tensor: Tensor) -> list[int]:
     """Return the dimensions from the largest stride to the smallest."""
     strides = tensor.stride()
     return sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
 
 
 def _dense_strides(tensor: Tensor) -> list[int]:
-    order = _storage_order(tensor)
+    order = storage_order(tensor)
     sizes = [tensor.shape[dim] for dim in order]
     strides = [0] * tensor.ndim
     for place, dim in enumerate(order):

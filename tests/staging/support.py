@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -83,21 +84,12 @@ def on_backend(make: Callable[[], Backend] | None) -> Iterator[list[Backend]]:
         made.append(make())
         return made[-1]
 
-    with pytest_patch(muonloom.Muon, "_make_backend", staticmethod(make_backend)):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muonloom.Muon, "_make_backend", staticmethod(make_backend))
         yield made
     for backend in made:
         backend.settle()
         backend.close()
-
-
-@contextlib.contextmanager
-def pytest_patch(owner: Any, name: str, value: Any) -> Iterator[None]:
-    old = owner.__dict__[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {

@@ -11,9 +11,9 @@ import torch
 
 import muonloom
 from muonloom import BlockSpec, HostPlacement
+from muonloom.host import PIECE_ALIGNMENT
 from muonloom.plan import Batch, build_plan
 from muonloom.schedule import (
-    PIECE_ALIGNMENT,
     Op,
     Piece,
     Schedule,

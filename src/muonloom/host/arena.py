@@ -13,6 +13,9 @@ from torch import Tensor
 
 Pin = Callable[[Tensor], None]
 
+PIECE_ALIGNMENT = 64
+"""Where pieces of state begin, in slabs, rooms and slots alike, so that neighbours move in one copy."""
+
 # Huge pages make the first touch, pinning and address translation cheaper. A forked child (a data loader's
 # worker) would otherwise make every page that the parent writes afterwards a second one.
 _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
@@ -37,7 +40,7 @@ class HostArena:
         Raises:
             OSError: the system refuses the map.
         """
-        self._pages = _mapped(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self._pages = _mapped(padded(nbytes, mmap.PAGESIZE))
         memory = _view(self._pages, 0, -1, torch.uint8)
         self._memory: Tensor | None = memory
         self._nbytes = memory.numel()
@@ -79,7 +82,14 @@ class HostArena:
         return f"HostArena({self._nbytes} bytes, {pinned}, at {self._memory.data_ptr():#x})"
 
 
-def layout_bytes(sizes: Sequence[int], *, alignment: int = 64) -> tuple[tuple[int, ...], int]:
+def padded(nbytes: int, alignment: int = PIECE_ALIGNMENT) -> int:
+    """Return the distance from a piece of `nbytes` to the next one."""
+    return -(-nbytes // alignment) * alignment
+
+
+def layout_bytes(
+    sizes: Sequence[int], *, alignment: int = PIECE_ALIGNMENT
+) -> tuple[tuple[int, ...], int]:
     """Place pieces one after another.
 
     Args:
@@ -93,7 +103,7 @@ def layout_bytes(sizes: Sequence[int], *, alignment: int = 64) -> tuple[tuple[in
     end = 0
     for size in sizes:
         offsets.append(end)
-        end += -(-size // alignment) * alignment
+        end += padded(size, alignment)
     return tuple(offsets), end
 
 

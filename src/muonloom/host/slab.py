@@ -32,7 +32,6 @@ class SlabStore:
     """Gives state tensors out of slabs; each parameter's have their place from the start.
 
     Args:
-        splits_masters: see `muonloom.state.Store`.
         pin: what makes memory fit for asynchronous copies.
         unpin: undoes that.
     """
@@ -40,11 +39,9 @@ class SlabStore:
     def __init__(
         self,
         *,
-        splits_masters: bool,
         pin: Callable[[Tensor], None] | None = None,
         unpin: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.splits_masters = splits_masters
         self._pin, self._unpin = pin, unpin
         self._slabs: list[HostArena] = []
         self._tensors: dict[tuple[Tensor, str], Tensor] = {}
