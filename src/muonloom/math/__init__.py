@@ -1,4 +1,4 @@
-"""Orthogonalization: coefficient tables, the two iterations, recipes, and learning-rate factors."""
+"""Coefficient tables, the two iterations, recipes, learning-rate factors; split masters and FP8 blocks."""
 
 from muonloom.math.coefficients import (
     COEFFICIENT_TABLES,
@@ -9,6 +9,7 @@ from muonloom.math.coefficients import (
     expand_coefficients,
     ns_coefficient_names,
 )
+from muonloom.math.float8 import decode_float8, encode_float8_, scale_shape
 from muonloom.math.normalize import normalize_
 from muonloom.math.orthogonalize import orthogonalize
 from muonloom.math.recipe import (
@@ -29,6 +30,8 @@ __all__ = [
     "Coefficients",
     "Recipe",
     "Triple",
+    "decode_float8",
+    "encode_float8_",
     "expand_coefficients",
     "has_fast_bfloat16",
     "has_overflow",
@@ -40,6 +43,7 @@ __all__ = [
     "normalize_",
     "ns_coefficient_names",
     "orthogonalize",
+    "scale_shape",
     "settle_ties_",
     "workspace_numel",
 ]
