@@ -21,7 +21,8 @@ from muonloom.host import Reservation, SlabStore
 from muonloom.plan import Plan
 from muonloom.schedule import resident_schedule, staged_schedule
 from muonloom.staging import Source
-from muonloom.state import DeviceStore, State, kept_dtypes
+from muonloom.state import State, Store, device_state, kept_dtypes
+from muonloom.weights import DeviceWeights
 
 States = Mapping[Tensor, State]
 
@@ -36,6 +37,7 @@ class Assembly:
         torn: names of parameters that a failed step left half written.
 
     Args:
+        weights: where device weights are.
         placement: of `Muon`.
         ns_batch_bytes: of `Muon`.
         make_backend: what makes the streams of a device.
@@ -44,6 +46,7 @@ class Assembly:
     def __init__(
         self,
         *,
+        weights: DeviceWeights,
         placement: str | HostPlacement,
         ns_batch_bytes: int | str,
         make_backend: Callable[[torch.device], Backend],
@@ -51,6 +54,8 @@ class Assembly:
         self.host = host_placement(placement)
         self.awaited: frozenset[Tensor] | None = None
         self.torn: list[str] = []
+        self._weights = weights
+        self._parking: SlabStore | None = None
         self._indices: dict[Tensor, int] = {}
         self._ns_batch_bytes = ns_batch_bytes
         self._make_backend = make_backend
@@ -70,8 +75,13 @@ class Assembly:
 
     def new(self, parameter: Tensor, key: str, dtype: torch.dtype, *, zero: bool = True) -> Tensor:
         """Return a tensor for the state `key` of `parameter`, where the placement has it."""
-        store = DeviceStore() if self._slabs is None else self._slabs
-        return store.new(parameter, key, dtype, zero=zero)
+        if self._slabs is None:
+            return device_state(parameter, key, dtype)
+        return self._slabs.new(parameter, key, dtype, zero=zero)
+
+    def has_master(self, parameter: Tensor) -> bool:
+        """See `DeviceWeights.has_master`."""
+        return self._weights.has_master(parameter)
 
     @property
     def overlaps_forward(self) -> bool:
@@ -91,9 +101,37 @@ class Assembly:
         return self._engine
 
     @property
+    def device_bytes(self) -> tuple[int, int]:
+        """The bytes of slots and of workspaces with rooms; none while all was given back."""
+        engine = self._engine
+        return (0, 0) if engine is None else (engine.slot_bytes, engine.workspace_bytes)
+
+    @property
     def host_bytes(self) -> int:
         """The bytes of all slabs."""
-        return 0 if self._slabs is None else self._slabs.nbytes
+        return sum(store.nbytes for store in (self._slabs, self._parking) if store is not None)
+
+    def give_back(self) -> None:
+        """Let go of slots, rooms, workspaces and events; the next `update` makes them again."""
+        self.settle()
+        self._engine = None
+
+    @property
+    def parking(self) -> SlabStore:
+        """Host memory for what lives on the device between releases; kept from one to the next."""
+        if self._parking is None:
+            groups, _, _ = self._mappings
+            home = next((p.device for group in groups for p in group["params"]), self._device)
+            backend = self._backend or self._make_backend(home)
+            self._parking = SlabStore(pin=backend.pin, unpin=backend.unpin)
+        return self._parking
+
+    def is_on_host(self, parameter: Tensor, key: str, tensor: Tensor) -> bool:
+        """Whether the state `key` is in host memory at present."""
+        if self.host is not None:
+            return True
+        place = parking_key(key, tensor)
+        return self._parking is not None and self._parking.holds(parameter, place, tensor)
 
     def update(
         self, groups: Groups, assignments: Mapping[Tensor, Assignment], states: States
@@ -106,7 +144,7 @@ class Assembly:
             MemoryError: the host has too little memory for the state; nothing was changed.
         """
         self._mappings = (groups, assignments, states)  # loading puts others in place of them
-        key = (plan_key(groups), self.overlaps_forward)
+        key = (plan_key(groups, self._weights), self.overlaps_forward)
         if self._engine is None or key != self._key:
             with torch.inference_mode(False):  # what is made here outlives it
                 self._build(groups, assignments, states)
@@ -130,6 +168,11 @@ class Assembly:
             indices = (self._indices[p] for p in parameters if p in self._indices)
             self._engine.wait_for(indices)
 
+    def wait_for_weights(self) -> None:
+        """Have the caller's next operations wait for all weights, where they may be late."""
+        if self.overlaps_forward and self._engine is not None:
+            self._engine.wait_for_weights()
+
     def wait_for_unawaited(self) -> None:
         """Have the caller's next operations wait for weights that no hook waits for."""
         if self.awaited is not None:
@@ -152,24 +195,27 @@ class Assembly:
     ) -> None:
         host = self.host
         if host is None:
-            plan = plan_of(groups, assignments, ns_batch_bytes=self._ns_batch_bytes)
+            plan = plan_of(groups, assignments, self._weights, ns_batch_bytes=self._ns_batch_bytes)
             self._plan = plan
             self._engine = Engine(plan, resident_schedule(plan), torn=self.torn)
             return
         slot_bytes = None if isinstance(host.slot_bytes, str) else host.slot_bytes
         plan = plan_of(
-            groups, assignments, ns_batch_bytes=self._ns_batch_bytes, slot_bytes=slot_bytes
+            groups,
+            assignments,
+            self._weights,
+            ns_batch_bytes=self._ns_batch_bytes,
+            slot_bytes=slot_bytes,
         )
         device = _one_device(groups, assignments)
-        split = self.splits_masters
         schedule = staged_schedule(
             plan,
-            staged_states(groups, states, split=split),
+            staged_states(groups, states, store=self),
             slot_bytes=host.slot_bytes,
             num_slots=host.num_slots,
             forward_order=self.overlaps_forward,
         )
-        if split:
+        if self.splits_masters:
             _refuse_half_precision(assignments)
         if self._engine is not None:
             self._engine.settle()
@@ -187,7 +233,11 @@ class Assembly:
         if self._slabs is None:
             pin, unpin = self._backend.pin, self._backend.unpin
             self._slabs = SlabStore(pin=pin, unpin=unpin)
-        self._slabs.reserve(_reservations(plan, groups, split=split))
+        self._slabs.reserve(
+            _reservations(plan, groups, store=self),
+            what="masters and momentum",
+            later_bytes=0 if self._slabs.nbytes or not self.splits_masters else _half_bytes(groups),
+        )
         _adopt(groups, states, self._slabs)
         self._plan, self._engine = plan, None  # the old slots go before the new ones come
         self._engine = Engine(
@@ -204,6 +254,11 @@ class Assembly:
         self._indices = {tensor: index for index, tensor in enumerate(tensors)}
 
 
+def parking_key(key: str, tensor: Tensor) -> str:
+    """Return the key under which `Assembly.parking` keeps a tensor: another dtype needs another place."""
+    return key if key == "step" else f"{key}, {tensor.dtype}"
+
+
 def _sources(assembly: weakref.ref[Assembly]) -> list[Source]:
     """Read the mappings as they are now; by a weak reference, so that `del` gives slabs back at once."""
     alive = assembly()
@@ -216,7 +271,8 @@ def _adopt(groups: Groups, states: States, slabs: SlabStore) -> None:
     for parameter in (tensor for group in groups for tensor in group["params"]):
         state = states.get(parameter, {})  # never makes an entry, as [] would
         for key, tensor in state.items():
-            if not slabs.holds(parameter, key, tensor):
+            # What has no place belongs to a writer that a copy of the optimizer does not have.
+            if slabs.has_place(parameter, key) and not slabs.holds(parameter, key, tensor):
                 state[key] = slabs.place(parameter, key).copy_(tensor)
 
 
@@ -249,7 +305,7 @@ def _refuse_half_precision(assignments: Mapping[Tensor, Assignment]) -> None:
             )
 
 
-def _reservations(plan: Plan, groups: Groups, *, split: bool) -> Iterator[Reservation]:
+def _reservations(plan: Plan, groups: Groups, *, store: Store) -> Iterator[Reservation]:
     """Yield places for all state, in the order in which it is staged: neighbours move in one copy."""
     owners = [(group, tensor) for group in groups for tensor in group["params"]]
     works = [[part.parameter for part in work.parts] for work in plan.works]
@@ -258,10 +314,16 @@ def _reservations(plan: Plan, groups: Groups, *, split: bool) -> Iterator[Reserv
     for found in works:
         fresh = [index for index in dict.fromkeys(found) if index not in placed]
         placed.update(fresh)
-        dtypes = {i: kept_dtypes(owners[i][1], owners[i][0], split=split) for i in fresh}
+        dtypes = {i: kept_dtypes(owners[i][1], owners[i][0], store=store) for i in fresh}
         for key in dict.fromkeys(key for own in dtypes.values() for key in own if key != "step"):
             for index in fresh:
                 if key in dtypes[index]:
                     tensor, dtype = owners[index][1], dtypes[index][key]
                     shape = tuple(tensor.shape)
                     yield Reservation(parameter=tensor, key=key, shape=shape, dtype=dtype)
+
+
+def _half_bytes(groups: Groups) -> int:
+    """Return what `release` will need to keep BF16 weights that are half of their masters."""
+    tensors = (tensor for group in groups for tensor in group["params"])
+    return sum(t.numel() * t.element_size() for t in tensors if t.dtype == torch.bfloat16)

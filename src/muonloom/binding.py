@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from muonloom.bound import Bound
@@ -15,10 +14,12 @@ from muonloom.config import AdamWOptions, MuonOptions
 from muonloom.errors import complaint
 from muonloom.groups import Assignment, rate_warning, recipe_options
 from muonloom.guard import Verdict, gradient_of
-from muonloom.plan import MatrixEntry, Plan, ScalarEntry, build_plan
+from muonloom.plan import Plan
+from muonloom.planning import MatrixEntry, ScalarEntry, build_plan
 from muonloom.schedule import StagedState
 from muonloom.staging import Source
-from muonloom.state import kept_dtypes, planned_state_bytes
+from muonloom.state import Store, kept_dtypes, planned_state_bytes
+from muonloom.weights import DeviceWeights
 
 _log = logging.getLogger("muonloom")
 
@@ -43,11 +44,14 @@ def known(assignments: Mapping[Tensor, Assignment], tensor: Tensor) -> Assignmen
     return assignments[tensor]
 
 
-def plan_key(groups: Groups) -> tuple[Any, ...]:
+def plan_key(groups: Groups, weights: DeviceWeights) -> tuple[Any, ...]:
     """Return what the plan depends on and a caller may change between two steps."""
     return tuple(
         (
-            tuple((id(tensor), tensor.dtype, tensor.device) for tensor in group["params"]),
+            tuple(
+                (id(tensor), tensor.dtype, tensor.device, weights.block_rows(tensor))
+                for tensor in group["params"]
+            ),
             group["algorithm"],
             group["eps"],
             repr(recipe_options(group)),
@@ -59,6 +63,7 @@ def plan_key(groups: Groups) -> tuple[Any, ...]:
 def plan_of(
     groups: Groups,
     assignments: Mapping[Tensor, Assignment],
+    weights: DeviceWeights,
     *,
     ns_batch_bytes: int | str,
     slot_bytes: int | None = None,
@@ -80,6 +85,7 @@ def plan_of(
                     shape=assignment.shape,
                     device=tensor.device,
                     pool=(g,),
+                    block_rows=weights.block_rows(tensor),
                 )
             )
             continue
@@ -94,19 +100,20 @@ def plan_of(
                 device=tensor.device,
                 eps=groups[g]["eps"],
                 recipe_options=tuple(sorted(recipe_options(groups[g]).items())),
+                block_rows=weights.block_rows(tensor),
             )
         )
     return build_plan(matrices, scalars, ns_batch_bytes=ns_batch_bytes, slot_bytes=slot_bytes)
 
 
 def staged_states(
-    groups: Groups, states: Mapping[Tensor, dict[str, Tensor]], *, split: bool
+    groups: Groups, states: Mapping[Tensor, dict[str, Tensor]], *, store: Store
 ) -> dict[int, StagedState]:
     """Return by parameter, as the plan counts them, which state passes through the device."""
     pairs = [(group, tensor) for group in groups for tensor in group["params"]]
     staged = {}
     for index, (group, tensor) in enumerate(pairs):
-        dtypes = kept_dtypes(tensor, group, split=split)
+        dtypes = kept_dtypes(tensor, group, store=store)
         # State that exists keeps its dtype, whatever its group says by now.
         dtypes |= {k: t.dtype for k, t in states.get(tensor, {}).items() if k in dtypes}
         sizes = {key: dtype.itemsize for key, dtype in dtypes.items() if key != "step"}
@@ -133,8 +140,18 @@ def bind(
     groups: Groups,
     assignments: Mapping[Tensor, Assignment],
     states: Mapping[Tensor, dict[str, Tensor]],
+    weights: DeviceWeights,
+    *,
+    split: bool,
 ) -> list[Bound | None]:
     """Pair each parameter that has a gradient with its state and its group's numbers.
+
+    Args:
+        groups: the optimizer's.
+        assignments: what was decided for each parameter.
+        states: by parameter.
+        weights: where device weights are.
+        split: whether BF16 weights are half of their masters, and so are written as tensors.
 
     Returns:
         In the plan's order; None for a parameter without gradient.
@@ -164,11 +181,13 @@ def bind(
             bounds.append(
                 Bound(
                     name=assignment.name,
-                    weight=tensor,
+                    weight=weights.stored(tensor) if split else tensor,
                     gradient=gradient,
                     state=states.get(tensor, {}),
                     options=options,
                     spec=assignment.spec,
+                    parameter=tensor,
+                    writer=None if split else weights.writer(tensor),
                 )
             )
     return bounds
@@ -193,6 +212,7 @@ def announce(
     assignments: Mapping[Tensor, Assignment],
     plan: Plan,
     *,
+    store: Store,
     host_bytes: int | None,
     warn: bool,
 ) -> None:
@@ -202,6 +222,7 @@ def announce(
         groups: the optimizer's groups.
         assignments: what was decided for each parameter.
         plan: of a whole step.
+        store: where state comes from.
         host_bytes: of the slabs; None in device placement.
         warn: whether nobody gave AdamW a rate of its own.
     """
@@ -222,15 +243,14 @@ def announce(
         plan.ns_calls,
         scalars,
         host_bytes or 0,
-        planned_state_bytes(groups) if host_bytes is None else 0,
+        planned_state_bytes(groups, store=store) if host_bytes is None else 0,
     )
     if host_bytes is not None:
-        _tell_of_fp32(assignments)
+        _tell_of_own_masters([tensor for tensor in assignments if not store.has_master(tensor)])
 
 
-def _tell_of_fp32(assignments: Mapping[Tensor, Assignment]) -> None:
+def _tell_of_own_masters(wide: Sequence[Tensor]) -> None:
     """FP32 parameters are their own masters, so that these stay on the device."""
-    wide = [tensor for tensor in assignments if tensor.dtype == torch.float32]
     if wide:
         _log.info(
             "Muon: %d FP32 parameters (%d bytes) are their own masters and stay on the device; only their "

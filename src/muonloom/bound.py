@@ -10,6 +10,7 @@ from torch import Tensor
 from muonloom.config import AdamWOptions, MuonOptions
 from muonloom.layout import BlockSpec, MatrixView
 from muonloom.plan import Run
+from muonloom.writers import Writer
 
 
 @dataclass(kw_only=True)
@@ -18,11 +19,13 @@ class Bound:
 
     Attributes:
         name: canonical name.
-        weight: the device weight.
+        weight: the device weight, or where a writer has it, the parameter.
         gradient: shaped as `weight`, or None: the parameter stays as it is.
         state: the optimizer's state of this parameter.
         options: its group's numbers.
         spec: how it is cut; None for an AdamW parameter.
+        parameter: what the caller has.
+        writer: writes the device weight; None: it is `weight`.
     """
 
     name: str
@@ -31,6 +34,8 @@ class Bound:
     state: dict[str, Tensor]
     options: MuonOptions | AdamWOptions
     spec: BlockSpec | None
+    parameter: Tensor
+    writer: Writer | None = None
 
 
 def cut(views: Sequence[MatrixView], run: Run) -> Tensor:

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from muonloom.bound import Bound, cut
 from muonloom.config import AdamWOptions, MuonOptions
+from muonloom.cuts import flat_views
 from muonloom.layout import MatrixView
 from muonloom.math import iterate, muon_scale, normalize_
 from muonloom.places import Places, SpanState
-from muonloom.plan import Batch, Pack, Run, Span, flat_views
+from muonloom.plan import Batch, Pack, Run, Span
 from muonloom.schedule import Op, Schedule, Task
+from muonloom.state import MASTER_KEYS
 from muonloom.telemetry import BatchRecord, MatrixRun, Squares, StepRecord
 from muonloom.update import adamw_, advance_momentum_, apply_update_, update_direction
 from muonloom.workspace import Workspace, Workspaces
@@ -235,7 +237,7 @@ class StepCompute:
     def _finished(self, unit: int, part: int, bound: Bound, master: Tensor) -> None:
         self._places.wrote(unit, part)
         self.written.add((unit, part))
-        if bound.weight.dtype != torch.float32:
+        if bound.state.keys() & set(MASTER_KEYS):
             self._record.watch(bound.name, master)
         self._used(self._schedule.units[unit].parts[part].parameter)
 
@@ -247,7 +249,7 @@ class StepCompute:
         bound = self._bounds[parameter]
         if self._uses[parameter] == 0 and bound is not None:
             self._gradients.pop(parameter, None)
-            bound.gradient = bound.weight.grad = None
+            bound.gradient = bound.parameter.grad = None
 
     def _adamw(self, unit: int, pack: Pack) -> None:
         workspace = self._workspaces.of(pack.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,10 +28,11 @@ def refuse_failed_iterations(names: Sequence[str]) -> None:
         )
 
 
-def refuse_overflow(weights: Mapping[str, Tensor]) -> None:
+def refuse_overflow(weights: Mapping[str, Sequence[Tensor]]) -> None:
     """Raise a FloatingPointError if a weight holds an infinity; a large sum of squares is no fault."""
-    for name, weight in weights.items():
-        if bool(torch.isinf(weight).any()):
+    for name, weight in ((name, tensor) for name, found in weights.items() for tensor in found):
+        # FP8 has no infinity, and its writers saturate.
+        if weight.element_size() == torch.bfloat16.itemsize and bool(torch.isinf(weight).any()):
             raise FloatingPointError(
                 complaint(
                     name,
@@ -51,5 +52,19 @@ def refuse_torn(names: Sequence[str]) -> None:
                 got="a weight that a failed step left half written",
                 wanted="whole weights and state",
                 remedy="Load the model and this optimizer from a checkpoint.",
+            )
+        )
+
+
+def refuse_released(names: Iterable[str], what: str) -> None:
+    """Raise a RuntimeError if there are parameters whose device memory was given back."""
+    found = list(names)
+    if found:
+        raise RuntimeError(
+            complaint(
+                _first(found),
+                got=f"{what} while it is released",
+                wanted="its weight and the optimizer's memory on the device",
+                remedy="Call resume() first.",
             )
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,12 +12,16 @@ from muonloom.errors import StaleMasterError, complaint
 from muonloom.math import join_, low_halves, settle_ties_
 from muonloom.state import MASTER_KEYS, State, Store
 from muonloom.transfers import storage_order
+from muonloom.weights import DeviceWeights, bits
 
 _SAMPLED_WORDS = 64
 _SUMMED_WORDS = 1 << 20
 
+# Version and address of each tensor that holds a weight.
+_Mark = tuple[tuple[int, int], ...]
+
 # No version of a weight: whoever meets it compares values.
-_UNKNOWN = (-1, 0)
+_UNKNOWN: _Mark = ((-1, 0),)
 
 
 class MasterBook:
@@ -27,36 +31,74 @@ class MasterBook:
     some words of every weight are kept on the device, and compared for all weights of it at once.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, weights: DeviceWeights) -> None:
         self._store = store
-        self._versions: dict[Tensor, tuple[int, int]] = {}
-        self._samples: dict[Tensor, Tensor] = {}
+        self._weights = weights
+        self._versions: dict[Tensor, _Mark] = {}
+        self._samples: dict[Tensor, tuple[Tensor, ...]] = {}
         self._expected: dict[Tensor, tuple[int, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep which weights agree with their masters; versions and addresses are not a copy's."""
-        versions = self._versions.items()
-        certain = [parameter for parameter, version in versions if version == _mark(parameter)]
+        """Keep which weights agree with their masters; versions, addresses and writers are not a copy's."""
+        certain = [
+            parameter
+            for parameter, mark in self._versions.items()
+            if mark == self._mark(parameter) and self._weights.writer(parameter) is None
+        ]
         return {"certain": certain, "expected": self._expected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take note of the weights of a copy."""
         self._versions, self._samples, self._expected = {}, {}, dict(state["expected"])
+        self._weights = DeviceWeights()
         self.note(state["certain"])
 
-    def move_to(self, store: Store) -> None:
-        """Have masters made elsewhere from now on."""
-        self._store = store
+    def move_to(self, store: Store, weights: DeviceWeights) -> None:
+        """Have masters made elsewhere, for weights that are elsewhere, from now on."""
+        self._store, self._weights = store, weights
 
     def ensure(self, parameter: Tensor, state: State) -> None:
         """Make the master from the weight where one is needed and missing."""
-        if parameter.dtype != torch.float32 and not state.keys() & set(MASTER_KEYS):
+        if self._weights.has_master(parameter) and not state.keys() & set(MASTER_KEYS):
             self.rebuild(parameter, state)
 
+    def begin(self, name: str, parameter: Tensor, state: State) -> None:
+        """Make the first master of a parameter that has just got a writer, from what that was made of.
+
+        Raises:
+            ValueError: that is not shaped as the parameter; no state was made.
+        """
+        source = self._weights.source(parameter).detach()
+        if source.shape != parameter.shape:
+            raise ValueError(
+                complaint(
+                    name,
+                    got=f"a writer whose weight is shaped {tuple(source.shape)}",
+                    wanted=f"{tuple(parameter.shape)}, as the parameter",
+                    remedy="Give each parameter a writer of its own shape.",
+                )
+            )
+        self._take(parameter, state, source)
+        self.accord(parameter, state)
+
+    def accord(self, parameter: Tensor, state: State) -> None:
+        """Write a weight that its writer holds again where its master gives other bytes; take note."""
+        master = state.get("master_weight")
+        if master is not None and not self._weights.agrees(parameter, master):
+            self._weights.write(parameter, master)
+        self.note([parameter])
+
     def rebuild(self, parameter: Tensor, state: State) -> None:
-        """Take the master from the weight, in place where it exists; drop it where none is needed."""
+        """Take the master from the weight, in place where it exists; drop it where none is needed.
+
+        An FP8 weight is written again where the master gives other bytes: a last bit of a scale.
+        """
+        self._take(parameter, state, self._weights.read(parameter))
+        self.accord(parameter, state)
+
+    def _take(self, parameter: Tensor, state: State, values: Tensor) -> None:
         self._expected.pop(parameter, None)
-        if parameter.dtype == torch.float32:
+        if not self._weights.has_master(parameter):
             for key in MASTER_KEYS:
                 state.pop(key, None)
             self._versions.pop(parameter, None)
@@ -65,8 +107,7 @@ class MasterBook:
         if self._is_split(parameter):
             self._kept(parameter, state, "master_low", torch.int16).zero_()
         else:
-            self._kept(parameter, state, "master_weight", torch.float32).copy_(parameter.detach())
-        self.note([parameter])
+            self._kept(parameter, state, "master_weight", torch.float32).copy_(values)
 
     def restore(self, parameter: Tensor, state: State, master: Tensor | None) -> None:
         """Take a saved master; the weight that belongs to it may be loaded before or after.
@@ -75,7 +116,7 @@ class MasterBook:
         """
         self._expected.pop(parameter, None)
         self._samples.pop(parameter, None)
-        if master is None or parameter.dtype == torch.float32:
+        if master is None or not self._weights.has_master(parameter):
             for key in MASTER_KEYS:
                 state.pop(key, None)
             return
@@ -102,9 +143,10 @@ class MasterBook:
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Remember that these weights agree with their masters now, and sample them."""
         for parameter in parameters:
-            if parameter.dtype != torch.float32:
-                self._versions[parameter] = _mark(parameter)
-                self._samples[parameter] = _sample(parameter).clone()
+            if self._weights.has_master(parameter):
+                self._versions[parameter] = self._mark(parameter)
+                tensors = self._weights.watched(parameter)
+                self._samples[parameter] = tuple(_sample(tensor).clone() for tensor in tensors)
                 self._expected.pop(parameter, None)
 
     def suspicion(self) -> Tensor | None:
@@ -112,33 +154,48 @@ class MasterBook:
 
         None where there is nothing to compare. It is read together with the guard's other numbers.
         """
-        pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-        for parameter, sample in self._samples.items():
-            now = _sample(parameter)
-            if now.shape != sample.shape or now.device != sample.device:
-                return torch.ones((), dtype=torch.bool, device=parameter.device)
-            pairs.setdefault(now.device, []).append((now, sample))
+        pairs: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        for parameter in self._samples:
+            for now, sample in self._sampled(parameter):
+                if now.shape != sample.shape or now.device != sample.device:
+                    return torch.ones((), dtype=torch.bool, device=parameter.device)
+                pairs.setdefault((now.device, now.dtype), []).append((now, sample))
         flags = [
             (torch.cat([now for now, _ in both]) != torch.cat([old for _, old in both])).any()
             for both in pairs.values()
         ]
         return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
+    def _sampled(self, parameter: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield words of a weight as they are, and as they were."""
+        tensors = self._weights.watched(parameter)
+        for sample, tensor in zip(self._samples.get(parameter, ()), tensors, strict=False):
+            yield _sample(tensor), sample
+
+    def doubt_changed(self, parameters: Iterable[Tensor]) -> None:
+        """Have the next `check` compare the values of those of which a sampled word has changed."""
+        for parameter in parameters:
+            for now, sample in self._sampled(parameter):
+                if now.device != sample.device or not torch.equal(now, sample):
+                    self.doubt(parameter)
+                    break
+
     def is_certain(self, parameter: Tensor, state: State) -> bool:
         """Whether `check` will decide without comparing values."""
-        known = self._versions.get(parameter) == _mark(parameter)
-        return known or parameter.dtype == torch.float32 or not state.keys() & set(MASTER_KEYS)
+        if not self._weights.has_master(parameter) or not state.keys() & set(MASTER_KEYS):
+            return True
+        return self._versions.get(parameter) == self._mark(parameter)
+
+    def _mark(self, parameter: Tensor) -> _Mark:
+        """What changes when somebody writes the weight in place, or puts another storage under it."""
+        tensors = self._weights.watched(parameter)
+        return tuple((tensor._version, tensor.data_ptr()) for tensor in tensors)
 
     def doubt(self, parameter: Tensor) -> None:
         """Have the next `check` of a parameter compare its values."""
         if self._versions.get(parameter) is not None:
             self._versions[parameter] = _UNKNOWN
         self._samples.pop(parameter, None)
-
-    def doubt_all(self) -> None:
-        """Have the next `check` of each parameter compare its values, whenever that comes."""
-        for parameter in list(self._versions):
-            self.doubt(parameter)
 
     def check(self, name: str, parameter: Tensor, state: State) -> None:
         """Raise where the weight was written from outside since the master was last in step with it.
@@ -149,7 +206,7 @@ class MasterBook:
         """
         if not state.keys() & set(MASTER_KEYS):
             return
-        if parameter.dtype != torch.float32:
+        if self._weights.has_master(parameter):
             if self.is_certain(parameter, state):
                 return
             if self._agrees(parameter, state):
@@ -170,8 +227,10 @@ class MasterBook:
         A split master does not tell: only where it was loaded is there a sum of the weight that it had.
         """
         if "master_low" in state:
-            return self._expected.get(parameter) == _checksum(parameter.detach())
-        return _same_bits(state["master_weight"], parameter)
+            return self._expected.get(parameter) == _checksum(
+                self._weights.stored(parameter).detach()
+            )
+        return self._weights.agrees(parameter, state["master_weight"])
 
     def replace(self, parameter: Tensor, state: State, values: Tensor) -> None:
         """Give the master new values, and write the weight from them."""
@@ -182,25 +241,34 @@ class MasterBook:
             state["master_weight"].copy_(values)
         elif "master_low" in state:
             low_halves(values.cpu(), state["master_low"])
-        parameter.detach().copy_(values)
+        self.rewrite(parameter, values)
+
+    def rewrite(self, parameter: Tensor, master: Tensor) -> None:
+        """Write the weight from its master, and remember that they agree."""
+        self._weights.write(parameter, master)
         self.note([parameter])
 
+    def whole(self, parameter: Tensor, state: State, rows: slice | None = None) -> Tensor:
+        """Return the FP32 master: the state's or the parameter's own tensor, or a new one on the CPU.
 
-def whole_master(parameter: Tensor, state: State) -> Tensor:
-    """Return the FP32 master: the state's or the parameter's own tensor, or a new one on the CPU."""
-    if "master_low" not in state:
-        return state.get("master_weight", parameter.detach())
-    low = state["master_low"]
-    joined = torch.empty(low.shape, dtype=torch.float32, device="cpu")
-    join_(parameter.detach().cpu(), low, joined)
-    return joined
+        With `rows` of dimension 0 it is their part.
+        """
+        part = ... if rows is None else rows
+        if "master_low" in state:
+            low = state["master_low"][part]
+            joined = torch.empty(low.shape, dtype=torch.float32, device="cpu")
+            join_(self._weights.stored(parameter).detach()[part].cpu(), low, joined)
+            return joined
+        master = state.get("master_weight")
+        master = self._weights.read(parameter) if master is None else master
+        return master if rows is None else master[rows]
 
 
 def edited_master(
-    name: str, parameter: Tensor, state: State, fn: Callable[[Tensor], Tensor | None]
+    name: str, parameter: Tensor, master: Tensor, fn: Callable[[Tensor], Tensor | None]
 ) -> Tensor:
     """Return what `fn` makes of a copy of the master; raise a ValueError where that is unusable."""
-    values = whole_master(parameter, state).to(torch.float32, copy=True)
+    values = master.to(torch.float32, copy=True)
     shape = values.shape
     returned = fn(values)
     values = values if returned is None else returned
@@ -222,15 +290,10 @@ def edited_master(
     return values
 
 
-def _same_bits(master: Tensor, parameter: Tensor) -> bool:
-    weight = parameter.detach().to(master.device)
-    return torch.equal(_bits(master.to(parameter.dtype)), _bits(weight))
-
-
 def _checksum(weight: Tensor) -> tuple[int, int]:
     """Two sums over the words of a 16-bit tensor, the second of which sees their order."""
     plain = ordered = 0
-    pieces = torch.split(_bits(weight).reshape(-1), _SUMMED_WORDS)
+    pieces = torch.split(bits(weight).reshape(-1), _SUMMED_WORDS)
     for start, words in enumerate(pieces):
         wide = words.to(torch.int64)
         places = torch.arange(1, wide.numel() + 1, device=wide.device)
@@ -239,17 +302,7 @@ def _checksum(weight: Tensor) -> tuple[int, int]:
     return plain, ordered
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """The words of a 16-bit tensor, which compare equal exactly where the bits are."""
-    return tensor.view(torch.int16) if tensor.element_size() == 2 else tensor
-
-
-def _sample(parameter: Tensor) -> Tensor:
-    """Some words of the weight, spread over its storage; a view where that has no holes."""
-    flat = _bits(parameter.detach()).permute(storage_order(parameter)).reshape(-1)
+def _sample(weight: Tensor) -> Tensor:
+    """Some words of a weight, spread over its storage; a view where that has no holes."""
+    flat = bits(weight.detach()).permute(storage_order(weight)).reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLED_WORDS)]
-
-
-def _mark(parameter: Tensor) -> tuple[int, int]:
-    """What changes when somebody writes the weight in place, or puts another storage under it."""
-    return parameter._version, parameter.data_ptr()

@@ -18,7 +18,12 @@ from muonloom.compute import adamw_squares
 from muonloom.config import HostPlacement, check_options
 from muonloom.device import Backend, backend_for
 from muonloom.engine import Engine
-from muonloom.failures import refuse_failed_iterations, refuse_overflow, refuse_torn
+from muonloom.failures import (
+    refuse_failed_iterations,
+    refuse_overflow,
+    refuse_released,
+    refuse_torn,
+)
 from muonloom.groups import (
     Assignment,
     as_groups,
@@ -29,13 +34,15 @@ from muonloom.groups import (
     refuse_misplaced,
     split_group,
 )
-from muonloom.guard import SkipPolicy, gradient_of, inspect_gradients
+from muonloom.guard import SkipPolicy, inspect_gradients
 from muonloom.layout import Layout
 from muonloom.masters import MasterBook
 from muonloom.overlap import OverlapHandle, overlap_forward
 from muonloom.saving import StateSaving
-from muonloom.state import ensure_state, storage_bytes
+from muonloom.state import StateByParameter, ensure_state
 from muonloom.telemetry import PhaseClock, Squares, StepRecord, StepReport
+from muonloom.weights import DeviceWeights
+from muonloom.writers import ExpertEngine
 
 _log = logging.getLogger("muonloom")
 
@@ -83,6 +90,7 @@ class Muon(StateSaving):
         max_consecutive_skips: so many steps in a row may be left out; the next one raises.
         free_gradients: whether to set each ``.grad`` to None as soon as the step needs it no more, so
             that memory falls during the step, also where the step is skipped; ``main_grad`` stays.
+        engine: writes the device weights of the parameters that it holds; see `bind`.
         placement: where masters and momentum live: ``"device"``, ``"host"`` or a `HostPlacement`. The
             numbers are the same, bit for bit.
 
@@ -115,6 +123,7 @@ class Muon(StateSaving):
         skip_nonfinite: bool = True,
         max_consecutive_skips: int = 20,
         free_gradients: bool = False,
+        engine: ExpertEngine | None = None,
         placement: str | HostPlacement = "device",
     ) -> None:
         group_defaults: dict[str, Any] = {
@@ -155,8 +164,11 @@ class Muon(StateSaving):
             )
         self._layout = layout
         self._assignments: dict[Tensor, Assignment] = {}
+        self._weights = DeviceWeights()
+        self._released: dict[Tensor, str] = {}
+        self._gone, self._sentries = {}, []
         self._assembly = self._assemble()
-        self._masters = MasterBook(self._assembly)
+        self._masters = MasterBook(self._assembly, self._weights)
         self._rate_was_given = adamw_lr is not None
         self._skips = SkipPolicy(allowed=skip_nonfinite, most=max_consecutive_skips)
         self._drained = True
@@ -167,11 +179,16 @@ class Muon(StateSaving):
         # torch refuses an empty list; a rank or a stage that owns nothing is ordinary here.
         super().__init__(groups or [{"params": []}], group_defaults)
         self._is_built = True
+        self.state = StateByParameter()
+        if engine is not None:
+            self.bind(engine)
+        self._bind_known()
         self._current_engine()
         announce(
             self.param_groups,
             self._assignments,
             self._assembly.plan,
+            store=self._assembly,
             host_bytes=self._assembly.host_bytes if self._assembly.host else None,
             warn=not self._rate_was_given,
         )
@@ -185,7 +202,9 @@ class Muon(StateSaving):
 
         Raises:
             ValueError: see `Muon`.
+            RuntimeError: the optimizer is released.
         """
+        refuse_released(self._released.values(), "add_param_group()")
         owner = f"param_groups[{len(self.param_groups)}]."
         check_options({k: v for k, v in param_group.items() if k not in _GROUP_ONLY}, owner=owner)
         check_options({"algorithm": param_group.get("algorithm", "muon")}, owner=owner)
@@ -213,6 +232,7 @@ class Muon(StateSaving):
             for (_, tensor), assignment in zip(members, assignments, strict=True):
                 self._assignments[tensor] = assignment
             if self._is_built:
+                self._bind_known()
                 self._current_engine()
         except Exception:
             del self.param_groups[before:]
@@ -241,6 +261,7 @@ class Muon(StateSaving):
             FloatingPointError: a gradient is not finite, and may not be skipped; nothing was written.
                 Or the iteration of the step before gave non-finite numbers (see `drain`).
             StaleMasterError: a weight was written from outside; nothing was written here.
+            RuntimeError: a weight was given back by `release`, or is not where its writer had it.
         """
         loss = None
         if closure is not None:
@@ -250,12 +271,19 @@ class Muon(StateSaving):
         clock.enter("guard")
         for i, group in enumerate(self.param_groups):
             check_group(group, owner=f"param_groups[{i}].")
+        self._begin_step()
         engine = self._current_engine()
         refuse_torn(self._assembly.torn)
         engine.check()
         engine.wait_for_weights()
         self._assembly.prefetch()  # before the one read, which waits for the gradients
-        bounds = bind(self.param_groups, self._assignments, self.state)
+        bounds = bind(
+            self.param_groups,
+            self._assignments,
+            self.state,
+            self._weights,
+            split=self._assembly.splits_masters,
+        )
         verdict = inspect_gradients(
             [(b.name, b.gradient) for b in bounds if b is not None and b.gradient is not None],
             failure=None if self._drained or not self._record else self._record.failure_flag(),
@@ -272,13 +300,14 @@ class Muon(StateSaving):
             self._skips.warn(verdict)
             if self._settings["free_gradients"]:
                 self.zero_grad(set_to_none=True)  # or one bad batch would spoil all steps after it
+            self._end_step(skipped=True)
             return loss
-        had_state = any(self.state.values())
+        had_state = bool(self.state)
         self._prepare(bounds, doubt=verdict.weights_moved)
         record = StepRecord(grad_norm=verdict.grad_norm, clock=clock)
         record.adamw_squares = self._adamw_squares(bounds)
         self._take(record)
-        weights = [bound.weight for bound in bounds if bound is not None]
+        weights = [bound.parameter for bound in bounds if bound is not None]
         if had_state or not only_makes_state(verdict, bounds):
             engine.run(
                 bounds,
@@ -288,6 +317,7 @@ class Muon(StateSaving):
                 after=lambda: self._masters.note(weights),
             )
             self._assembly.wait_for_unawaited()
+        self._end_step(skipped=False)
         return loss
 
     def _device(self) -> torch.device:
@@ -298,18 +328,18 @@ class Muon(StateSaving):
         """Refuse stale weights, then make the state that is missing."""
         present = [bound for bound in bounds if bound is not None]
         if doubt:
-            self._masters.doubt_all()
-        if not all(self._masters.is_certain(bound.weight, bound.state) for bound in present):
+            self._masters.doubt_changed(bound.parameter for bound in present)
+        if not all(self._masters.is_certain(bound.parameter, bound.state) for bound in present):
             self._assembly.settle()  # masters are about to be compared, and may be on their way
         for bound in present:
-            self._masters.check(bound.name, bound.weight, bound.state)
-        groups = self._groups_by_parameter()
-        made = False
+            self._masters.check(bound.name, bound.parameter, bound.state)
+        groups, made = self._groups_by_parameter(), False
         for bound in present:
-            bound.state = self.state[bound.weight]
+            param = bound.parameter
+            bound.state = self.state[param]
             known = len(bound.state)
-            self._masters.ensure(bound.weight, bound.state)
-            ensure_state(bound.weight, bound.state, groups[bound.weight], store=self._assembly)
+            self._masters.ensure(param, bound.state)
+            ensure_state(param, bound.state, groups[param], store=self._assembly)
             made |= len(bound.state) > known
         if made:
             self._assembly.prefetch()  # again: what was loaded ahead is not all
@@ -325,6 +355,7 @@ class Muon(StateSaving):
 
     def _assemble(self) -> Assembly:
         return Assembly(
+            weights=self._weights,
             placement=self._settings["placement"],
             ns_batch_bytes=self._settings["ns_batch_bytes"],
             make_backend=self._make_backend,
@@ -362,6 +393,9 @@ class Muon(StateSaving):
     def _take(self, record: StepRecord) -> None:
         self._record, self._report = record, None
 
+    def _forget_step(self) -> None:
+        self._report, self._record = self.last_step, None
+
     def drain(self) -> None:
         """Wait until the last step is finished everywhere: host slabs hold it, nothing moves.
 
@@ -373,27 +407,10 @@ class Muon(StateSaving):
         self._assembly.settle()
         undrained, self._drained = not self._drained, True
         if undrained and self._record is not None:
-            weights = {known.name: tensor for tensor, known in self._assignments.items()}
-            refuse_overflow({name: weights[name] for name in self._record.suspects()})
+            tensors = {known.name: tensor for tensor, known in self._assignments.items()}
+            suspects = self._record.suspects()
+            refuse_overflow({name: self._weights.tensors(tensors[name]) for name in suspects})
             refuse_failed_iterations(self._record.failures())
-
-    def memory(self) -> dict[str, int]:
-        """Return bytes by place, from the storages that exist now."""
-        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
-        state = [
-            v for entry in self.state.values() for v in entry.values() if isinstance(v, Tensor)
-        ]
-        gradients = [gradient_of("gradient", tensor) for tensor in tensors]
-        on_host = self._assembly.host is not None
-        engine = self._current_engine()
-        return {
-            "host_state": self._assembly.host_bytes,
-            "device_state": 0 if on_host else storage_bytes(state),
-            "device_slots": engine.slot_bytes,
-            "device_workspace": engine.workspace_bytes,
-            "device_weights": storage_bytes(tensors),
-            "gradients": storage_bytes([g for g in gradients if g is not None]),
-        }
 
     def overlap_forward(self, model: nn.Module) -> OverlapHandle:
         """Let late units of a step run beside the next forward pass of `model`.
@@ -411,14 +428,15 @@ class Muon(StateSaving):
         Raises:
             ValueError: a parameter of the optimizer is not in `model`.
         """
+        refuse_released(self._released.values(), "overlap_forward()")
         handle = overlap_forward(model, self._assignments, self._assembly)
         self._current_engine()
         return handle
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that a late unit still reads are not overwritten."""
-        if not set_to_none and self._assembly.overlaps_forward:
-            self._assembly.engine.wait_for_weights()
+        if not set_to_none:
+            self._assembly.wait_for_weights()
         super().zero_grad(set_to_none)
 
     @contextlib.contextmanager

@@ -6,6 +6,7 @@ changes no bit of a result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 
 from muonloom.bound import Bound, cut
+from muonloom.cuts import flat_views
 from muonloom.layout import BlockSpec, MatrixView
 from muonloom.math import join_, low_halves, settle_ties_
-from muonloom.plan import Run, Span, flat_views
+from muonloom.plan import Run, Span
 from muonloom.schedule import Schedule
 from muonloom.staging import Staging
+from muonloom.weights import insist
 from muonloom.workspace import Workspace
 
 
@@ -68,10 +71,15 @@ def settle(master: Tensor, dtype: torch.dtype, scratch: Tensor) -> None:
 
 def write(weight: Tensor, master: Tensor) -> None:
     """Write a weight from its finished master."""
-    try:
-        weight.copy_(master)
-    except Exception:
-        weight.copy_(master)  # the master is whole: a write that was cut short is repeated
+    insist(lambda: weight.copy_(master))
+
+
+def have_written(bound: Bound, master: Tensor, rows: tuple[int, int]) -> None:
+    """Have a parameter's writer write `rows` of dimension 0 from finished masters, shaped as these."""
+    writer = bound.writer
+    assert writer is not None
+    values = master.contiguous()
+    insist(lambda: writer.write(bound.parameter, values, slice(*rows)))
 
 
 class _Parts:
@@ -131,8 +139,12 @@ class ResidentPlaces(_Parts):
         """Write the weight, where it is not the master."""
         run, bound, spec = self._run(unit, part)
         if "master_weight" in bound.state:
-            settle(master, bound.weight.dtype, scratch)
-            write(self._views.cut(run, spec, bound.weight, "weight"), master)
+            settle(master, bound.parameter.dtype, scratch)
+            if bound.writer is None:
+                write(self._views.cut(run, spec, bound.weight, "weight"), master)
+            else:
+                rows = _rows(run)
+                have_written(bound, bound.state["master_weight"][slice(*rows)], rows)
 
     def span(self, unit: int, part: int, workspace: Workspace, start: int) -> SpanState:
         """Return a span's state."""
@@ -146,12 +158,12 @@ class ResidentPlaces(_Parts):
     def finish_span(self, unit: int, part: int, state: SpanState, scratch: Tensor) -> None:
         """Write the weight, and what passed through copies."""
         span, bound = self._span(unit, part)
-        settle(state.master, bound.weight.dtype, scratch)
+        settle(state.master, bound.parameter.dtype, scratch)
         values = (state.master, state.exp_avg, state.exp_avg_sq)
         for tensor, value in zip(_span_tensors(bound), values, strict=True):
             put_back(tensor, value, span)
         if "master_weight" in bound.state:
-            write_span(bound.weight, state.master, span)
+            write_span(bound, state.master, span)
 
     def wrote(self, unit: int, part: int) -> None:
         """Nothing has to go anywhere."""
@@ -183,10 +195,18 @@ class StagedPlaces(_Parts):
 
     def finish(self, unit: int, part: int, master: Tensor, scratch: Tensor) -> None:
         """Write the weight, where it is not the master."""
-        if not self.changes_in_place(unit, part):
-            weight = self._weight(unit, part)
-            self._keep_low(unit, part, weight.dtype, master, scratch)
-            write(weight, master)
+        if self.changes_in_place(unit, part):
+            return
+        run, bound, _ = self._run(unit, part)
+        self._keep_low(unit, part, bound.parameter.dtype, master, scratch)
+        if bound.writer is None:
+            write(self._weight(unit, part), master)
+            return
+        # A run of whole atoms lies in the slot as its rows do in the slab: without gaps, in order.
+        rows = _rows(run)
+        shape = (rows[1] - rows[0], *bound.parameter.shape[1:])
+        dense = torch.empty(shape, device="meta").stride()
+        have_written(bound, master.as_strided(shape, dense, master.storage_offset()), rows)
 
     def span(self, unit: int, part: int, workspace: Workspace, start: int) -> SpanState:
         """Return a span's state, with a counter of its own: the real one stays on the host."""
@@ -204,8 +224,8 @@ class StagedPlaces(_Parts):
         if self.changes_in_place(unit, part):
             put_back(bound.weight, state.master, span)
         else:
-            self._keep_low(unit, part, bound.weight.dtype, state.master, scratch)
-            write_span(bound.weight, state.master, span)
+            self._keep_low(unit, part, bound.parameter.dtype, state.master, scratch)
+            write_span(bound, state.master, span)
         if span.last:
             bound.state["step"] += 1
 
@@ -260,6 +280,11 @@ class _ViewCache:
         return cut(cached[1], run)
 
 
+def _rows(run: Run) -> tuple[int, int]:
+    assert run.rows is not None, "a parameter with a writer is planned in whole write atoms"
+    return run.rows
+
+
 def _span_tensors(bound: Bound) -> tuple[Tensor, Tensor, Tensor]:
     state = bound.state
     return state.get("master_weight", bound.weight), state["exp_avg"], state["exp_avg_sq"]
@@ -281,9 +306,16 @@ def put_back(tensor: Tensor, values: Tensor, span: Span) -> None:
         tensor.copy_(whole.view(tensor.shape))
 
 
-def write_span(weight: Tensor, master: Tensor, span: Span) -> None:
-    """Write the elements of a span to a weight, in the weight's dtype."""
-    if weight.is_contiguous():
+def write_span(bound: Bound, master: Tensor, span: Span) -> None:
+    """Write the elements of a span to a weight, in the weight's dtype, or have its writer do it."""
+    weight = bound.weight
+    if bound.writer is not None:
+        shape = bound.parameter.shape
+        row_numel = math.prod(shape[1:])
+        rows = (span.start // row_numel, span.stop // row_numel)
+        values = master.view(rows[1] - rows[0], *shape[1:]) if shape else master.view(())
+        have_written(bound, values, rows)
+    elif weight.is_contiguous():
         write(weight.view(-1)[span.start : span.stop], master)
     else:
         put_back(weight, master.to(weight.dtype), span)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from muonloom.assembly import Assembly
+from muonloom.engines import EngineBinding
 from muonloom.errors import complaint
-from muonloom.failures import refuse_torn
-from muonloom.groups import Assignment
-from muonloom.masters import MasterBook, edited_master, whole_master
+from muonloom.failures import refuse_released, refuse_torn
+from muonloom.masters import edited_master
 from muonloom.state import MASTER_KEYS
 
 
-class MasterAccess(Optimizer):
+class MasterAccess(EngineBinding):
     """The part of `Muon` that hands masters out and takes them back."""
 
-    _assembly: Assembly
-    _assignments: dict[Tensor, Assignment]
-    _masters: MasterBook
     _drained: bool
 
     def _groups_by_parameter(self) -> dict[Tensor, dict[str, Any]]:
@@ -32,11 +28,17 @@ class MasterAccess(Optimizer):
         """Wait until the last step is finished everywhere; see `Muon.drain`."""
         raise AssertionError("the optimizer overrides this")
 
-    def get_full_parameter_master(self, param: Tensor) -> Tensor | None:
+    def get_full_parameter_master(
+        self, param: Tensor, *, rows: slice | None = None
+    ) -> Tensor | None:
         """Return the complete FP32 master of `param`, on the host.
 
         Where the whole master lies there, that is the slab itself: the next step changes it, and nobody
         else may. Otherwise it is a copy.
+
+        Args:
+            param: of this optimizer, released or not.
+            rows: of dimension 0, for a part of a large one; None: all.
 
         Raises:
             ValueError: `param` is not the optimizer's.
@@ -55,9 +57,11 @@ class MasterAccess(Optimizer):
             )
         refuse_torn([name for name in self._assembly.torn if name == assignment.name])
         state = self.state.get(param, {})
-        if "master_low" in state:
+        if param not in self._released and "master_weight" not in state:
+            self._weights.check({param: assignment.name})
+        if "master_low" in state and self._weights.parked(param) is None:
             self._masters.check(assignment.name, param, state)
-        master = whole_master(param, state)
+        master = self._masters.whole(param, state, rows)
         if self._assembly.host is not None and state.keys() & set(MASTER_KEYS):
             return master
         return master.to("cpu", torch.float32, copy=True)
@@ -71,9 +75,9 @@ class MasterAccess(Optimizer):
         Raises:
             ValueError: one is not the optimizer's.
         """
-        chosen = list(self._assignments) if params is None else list(params)
-        for param in chosen:
-            self._assignment(param)
+        chosen = self._chosen(params)
+        refuse_released(self._released.values(), "refresh_masters()")
+        self._weights.check(chosen)
         self._assembly.settle()
         for param in chosen:
             if param in self.state:
@@ -92,29 +96,31 @@ class MasterAccess(Optimizer):
             ValueError: a parameter is not the optimizer's, or a result is misshapen or not finite;
                 nothing was written.
         """
+        chosen = self._chosen(params)
+        refuse_released(self._released.values(), "apply_to_masters()")
         self.drain()
         refuse_torn(self._assembly.torn)
-        chosen = {param: self._assignment(param).name for param in params}
+        self._weights.check(chosen)
         with torch.no_grad():
             for param, name in chosen.items():
                 self._masters.check(name, param, self.state.get(param, {}))
             edited = {
-                param: edited_master(name, param, self.state.get(param, {}), fn)
+                param: edited_master(
+                    name, param, self._masters.whole(param, self.state.get(param, {})), fn
+                )
                 for param, name in chosen.items()
             }
             for param, values in edited.items():
-                needs_state = param.dtype != torch.float32
-                state = self.state[param] if needs_state else self.state.get(param, {})
-                self._masters.replace(param, state, values)
+                has_master = self._weights.has_master(param)
+                state = self.state[param] if has_master else self.state.get(param, {})
+                with self._torn_on_failure(chosen[param]):
+                    self._masters.replace(param, state, values)
 
-    def _assignment(self, param: Tensor) -> Assignment:
-        if param not in self._assignments:
-            raise ValueError(
-                complaint(
-                    "param",
-                    got=f"a tensor of shape {tuple(param.shape)} that is not the optimizer's",
-                    wanted="one of its parameters",
-                    remedy="Pass the very object that the optimizer was built with.",
-                )
-            )
-        return self._assignments[param]
+    @contextlib.contextmanager
+    def _torn_on_failure(self, name: str) -> Iterator[None]:
+        """Note that what a parameter has is half written, where that raises."""
+        try:
+            yield
+        except BaseException:
+            self._assembly.torn.append(name)
+            raise

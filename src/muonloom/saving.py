@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from muonloom.assembly import Assembly
-from muonloom.failures import refuse_torn
+from muonloom.failures import refuse_released, refuse_torn
 from muonloom.groups import check_group
-from muonloom.masters import whole_master
-from muonloom.residency import MasterAccess
-from muonloom.state import aligned, portable, restored
+from muonloom.release import DeviceRelease
+from muonloom.state import StateByParameter, aligned, portable, restored
+from muonloom.weights import DeviceWeights, is_released
 
 
-class StateSaving(MasterAccess):
+class StateSaving(DeviceRelease):
     """The part of `Muon` that saves and loads."""
 
     def _assemble(self) -> Assembly:
@@ -45,9 +45,15 @@ class StateSaving(MasterAccess):
         for index, tensor in enumerate(tensors):
             state = whole["state"].get(index, {})
             if "master_low" in state:
-                self._masters.check(self._assignments[tensor].name, tensor, state)
+                if self._weights.parked(tensor) is None:
+                    name = self._assignments[tensor].name
+                    self._weights.check({tensor: name})
+                    self._masters.check(name, tensor, state)
                 kept = {key: value for key, value in state.items() if key != "master_low"}
-                whole["state"][index] = {**kept, "master_weight": whole_master(tensor, state)}
+                whole["state"][index] = {
+                    **kept,
+                    "master_weight": self._masters.whole(tensor, state),
+                }
         return whole
 
     @torch.no_grad()
@@ -58,12 +64,15 @@ class StateSaving(MasterAccess):
             ValueError: it is of another model, arrangement or dtype, or holds non-finite state; nothing
                 was changed.
         """
+        refuse_released(self._released.values(), "load_state_dict()")
         old = {param: dict(state) for param, state in self.state.items()}
         self._assembly.quiesce()
+        self._weights.check({p: n for p, n in self._names().items() if self._weights.writer(p)})
         pairs: list[tuple[Tensor, dict[str, Tensor]]] = []
+        torn: list[tuple[str, Exception]] = []
 
         def check(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            ordered, found = aligned(saved, self.param_groups)
+            ordered, found = aligned(saved, self.param_groups, store=self._assembly)
             for i, group in enumerate(ordered["param_groups"]):
                 check_group(group, owner=f"param_groups[{i}].")
             pairs.extend(found)
@@ -81,6 +90,7 @@ class StateSaving(MasterAccess):
                     self._masters.restore(param, own, saved.get("master_weight"))
                     self.state[param] = own
                 self._masters.doubt(param)
+            torn.extend(self._rewrite([param for param, _ in pairs]))
 
         # As hooks, so that the caller's own hooks see and change what they would with torch.
         with (
@@ -88,12 +98,34 @@ class StateSaving(MasterAccess):
             _removed_after(self.register_load_state_dict_post_hook(restore, prepend=True)),
         ):
             super().load_state_dict(state_dict)
-        self._assembly.torn.clear()
         self._drained = True
+        self._assembly.torn[:] = [name for name, _ in torn]
+        for _, failure in torn:
+            raise failure
+
+    def _rewrite(self, params: Iterable[Tensor]) -> Iterator[tuple[str, Exception]]:
+        """Write weights that writers hold from their masters, which alone give FP8 back exactly.
+
+        Yields:
+            The names of those for which that failed, and why.
+        """
+        for param in params:
+            state = self.state.get(param, {})
+            if self._weights.writer(param) is not None and "master_weight" in state:
+                try:
+                    self._masters.rewrite(param, state["master_weight"])
+                except Exception as failure:
+                    yield self._assignments[param].name, failure
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep what `torch.optim.Optimizer` drops, but for the engine, which is made anew."""
+        """Keep what `torch.optim.Optimizer` drops, but for the engine, which is made anew, and for writers.
+
+        Raises:
+            RuntimeError: a parameter has no storage; copying that would crash the process.
+        """
         self._assembly.settle()
+        for param, assignment in self._assignments.items():
+            refuse_released([assignment.name] if is_released(param) else [], "a copy")
         kept = (
             "_is_built",
             "_settings",
@@ -108,10 +140,13 @@ class StateSaving(MasterAccess):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled or copied optimizer; torch also puts loaded groups in place by this."""
         super().__setstate__(state)
+        self.state = StateByParameter(self.state)
         if "_settings" not in state:
             return
+        self._weights = DeviceWeights()
+        self._released, self._gone, self._sentries = {}, {}, []
         self._assembly = self._assemble()
-        self._masters.move_to(self._assembly)
+        self._masters.move_to(self._assembly, self._weights)
         self._start_again()
 
 

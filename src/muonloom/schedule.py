@@ -325,7 +325,10 @@ def _end(pieces: Sequence[Piece], start: int = 0) -> int:
 def _check_fits(part: Run | Span, needed: int, *, slot_bytes: int, name: Sequence[str]) -> None:
     if needed <= slot_bytes:
         return
-    what = f"a {part.shape[0]}×{part.shape[1]} matrix" if isinstance(part, Run) else "a span"
+    what = "a span"
+    if isinstance(part, Run):
+        many = f", with {part.count - 1} more at once," if part.count > 1 else ""
+        what = f"a {part.shape[0]}×{part.shape[1]} matrix{many}"
     raise ValueError(
         complaint(
             name[part.parameter],

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from muonloom.bound import cut
+from muonloom.cuts import flat_views
 from muonloom.layout import BlockSpec
-from muonloom.plan import Run, flat_views
+from muonloom.plan import Run
 from muonloom.schedule import Op, Piece, Schedule, Task, Unit
 from muonloom.transfers import StagedPiece, Transfer, stage_piece, transfers
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,23 @@ MASTER_KEYS = ("master_weight", "master_low")
 """The two forms of a master: whole, or what the BF16 weight lacks."""
 
 
+class StateByParameter(defaultdict[Tensor, State]):
+    """What `torch.optim.Optimizer.state` is: true where a step, or a load, has made state.
+
+    Masters that were made when a writer was registered do not count: torch's tools for distributed
+    checkpoints have all state made where there is none, and take it to be whole where there is some.
+    """
+
+    def __init__(self, states: Mapping[Tensor, State] = MappingProxyType({})) -> None:
+        super().__init__(dict, states)
+
+    def __bool__(self) -> bool:
+        return any(state.keys() - set(MASTER_KEYS) for state in self.values())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateByParameter, (dict(self),)
+
+
 class Store(Protocol):
     """Where state tensors come from."""
 
@@ -24,45 +43,48 @@ class Store(Protocol):
     def splits_masters(self) -> bool:
         """Whether a BF16 parameter's master is kept as what its weight lacks (`master_low`)."""
 
+    def has_master(self, parameter: Tensor) -> bool:
+        """Whether the FP32 master of `parameter` is not the parameter itself."""
+
     def new(self, parameter: Tensor, key: str, dtype: torch.dtype, *, zero: bool = True) -> Tensor:
         """Return a tensor for the state `key` of `parameter`; without `zero`, of any content."""
 
 
-class DeviceStore:
-    """State lies where its parameter is."""
-
-    def new(self, parameter: Tensor, key: str, dtype: torch.dtype, *, zero: bool = True) -> Tensor:
-        """Return a zero tensor, in the parameter's own memory format."""
-        like = parameter.detach().new_empty(()) if key == "step" else parameter.detach()
-        return torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
+def device_state(parameter: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+    """Return zeros where the parameter is, in its own memory format."""
+    shape = () if key == "step" else tuple(parameter.shape)
+    if parameter.untyped_storage().nbytes() == 0 or key == "step":
+        return torch.zeros(shape, dtype=dtype, device=parameter.device)
+    like = parameter.detach()
+    return torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def ensure_state(
     parameter: Tensor, state: State, group: Mapping[str, Any], *, store: Store
 ) -> None:
     """Add what is missing of the state of `parameter`, as zeros; masters are not made here."""
-    for key, dtype in state_dtypes(parameter, group).items():
-        if key not in state and key != "master_weight":
+    for key, dtype in state_dtypes(group, has_master=False).items():
+        if key not in state:
             state[key] = store.new(parameter, key, dtype)
 
 
-def state_dtypes(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    """Return the keys that the state of `parameter` has, with their dtypes."""
+def state_dtypes(group: Mapping[str, Any], *, has_master: bool) -> dict[str, torch.dtype]:
+    """Return the keys that the state of a parameter has, with their dtypes."""
     if group["algorithm"] == "muon":
         dtypes = {"momentum_buffer": group["momentum_dtype"]}
     else:
         dtypes = dict.fromkeys(("exp_avg", "exp_avg_sq", "step"), torch.float32)
-    if parameter.dtype != torch.float32:
+    if has_master:
         dtypes["master_weight"] = torch.float32
     return dtypes
 
 
 def kept_dtypes(
-    parameter: Tensor, group: Mapping[str, Any], *, split: bool
+    parameter: Tensor, group: Mapping[str, Any], *, store: Store
 ) -> dict[str, torch.dtype]:
-    """Return what is really kept: with `split`, a BF16 parameter's master as what its weight lacks."""
-    dtypes = state_dtypes(parameter, group)
-    if split and parameter.dtype == torch.bfloat16:
+    """Return what is really kept: a split BF16 parameter's master as what its weight lacks."""
+    dtypes = state_dtypes(group, has_master=store.has_master(parameter))
+    if store.splits_masters and parameter.dtype == torch.bfloat16:
         del dtypes["master_weight"]
         dtypes["master_low"] = torch.int16
     return dtypes
@@ -82,7 +104,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def aligned(
-    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], *, store: Store
 ) -> tuple[dict[str, Any], list[tuple[Tensor, State]]]:
     """Order a saved dictionary as `groups` are, by name where both sides have names.
 
@@ -127,7 +149,9 @@ def aligned(
         ordered.append(entry)
         for saved_id, name, parameter in zip(ids, names, ours["params"], strict=True):
             state = saved["state"].get(saved_id, {})
-            _check_state(name, parameter, state, {**ours, **entry, "params": None})
+            options = {**ours, **entry, "params": None}
+            known = state_dtypes(options, has_master=store.has_master(parameter))
+            _check_state(name, parameter, state, known.keys())
             pairs.append((parameter, state))
     return {**saved, "param_groups": ordered}, pairs
 
@@ -172,11 +196,8 @@ def _ordered_ids(
     return [by_name[name] for name in names], list(names)
 
 
-def _check_state(
-    name: str, parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
-) -> None:
-    known = state_dtypes(parameter, group)
-    needed = known.keys() - {"master_weight"}
+def _check_state(name: str, parameter: Tensor, state: Mapping[str, Any], known: Set[str]) -> None:
+    needed = known - {"master_weight"}
     if state and not needed <= state.keys() and state.keys() & needed:
         raise ValueError(
             complaint(
@@ -225,8 +246,8 @@ def restored(
     ``Optimizer.load_state_dict`` casts state to the parameter's dtype, which would round.
     """
     state: State = {key: value for key, value in old.items() if key in MASTER_KEYS}
-    for key, dtype in state_dtypes(parameter, group).items():
-        if key not in saved or key in MASTER_KEYS:
+    for key, dtype in state_dtypes(group, has_master=False).items():
+        if key not in saved:
             continue
         target = old.get(key)
         if target is None or target.dtype != dtype:
@@ -235,13 +256,13 @@ def restored(
     return state
 
 
-def planned_state_bytes(groups: Iterable[Mapping[str, Any]]) -> int:
+def planned_state_bytes(groups: Iterable[Mapping[str, Any]], *, store: Store) -> int:
     """Return the bytes of state once every parameter has had a gradient."""
     return sum(
         dtype.itemsize * (1 if key == "step" else tensor.numel())
         for group in groups
         for tensor in group["params"]
-        for key, dtype in state_dtypes(tensor, group).items()
+        for key, dtype in state_dtypes(group, has_master=store.has_master(tensor)).items()
     )
 
 

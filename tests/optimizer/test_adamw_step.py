@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import muonloom
-import muonloom.plan
+import muonloom.planning
 import reference
 from optimizer.support import (
     SEEDS,
@@ -126,7 +126,7 @@ def test_a_parameter_cut_into_spans_is_updated_as_if_it_were_whole(
     """Large embeddings pass in pieces; the counter moves once, and no bit depends on the cut."""
     results = []
     for pack_numel in (1 << 16, 128):
-        monkeypatch.setitem(muonloom.plan._PACK_NUMEL, "cpu", pack_numel)
+        monkeypatch.setitem(muonloom.planning._PACK_NUMEL, "cpu", pack_numel)
         p, small = parameter(numel, dtype=dtype), parameter(5, dtype=dtype)
         named = with_a_matrix([("embed.bias", p), ("norm.bias", small)])
         opt = muonloom.Muon(named, adamw_lr=0.1)

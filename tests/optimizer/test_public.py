@@ -11,13 +11,19 @@ import torch
 import muonloom
 
 PUBLIC = [
+    "BFloat16Writer",
     "BlockSpec",
     "ConfigError",
+    "ExpertEngine",
+    "Float8BlockWriter",
     "HostPlacement",
     "Layout",
     "Muon",
     "StaleMasterError",
+    "Writer",
     "__version__",
+    "export_weights",
+    "install_expert_engine",
     "muon_scale",
     "ns_coefficient_names",
     "orthogonalize",
@@ -43,7 +49,7 @@ def test_the_other_arguments_and_their_defaults():
         "layout": None, "adamw_lr": None, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8,
         "adamw_weight_decay": None, "momentum_dtype": torch.float32, "ns_method": "auto",
         "ns_compute_dtype": None, "ns_batch_bytes": "auto", "idle_matrices": "update",
-        "skip_nonfinite": True, "max_consecutive_skips": 20, "placement": "device",
+        "skip_nonfinite": True, "max_consecutive_skips": 20, "engine": None, "placement": "device",
     }  # fmt: skip
     signature = inspect.signature(muonloom.Muon).parameters
     assert {name: signature[name].default for name in wanted} == wanted
@@ -71,7 +77,7 @@ def test_importing_pulls_in_torch_and_the_standard_library_alone():
         "extra = after - before - set(sys.stdlib_module_names) - {'muonloom'}\n"
         "print(sorted(extra))\n"
         "loaded = [name for name in sys.modules if name.startswith('muonloom.')]\n"
-        "print([n for n in loaded if n.split('.')[1] in ('train', 'cli', 'bench')])\n"
+        "print([n for n in loaded if n.split('.')[1] in ('train', 'cli', 'bench', 'experts')])\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines() == ["[]", "[]"]

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muonloom.layout import BlockSpec
-from muonloom.plan import MatrixEntry, Plan, ScalarEntry, build_plan
+from muonloom.plan import Plan
+from muonloom.planning import MatrixEntry, ScalarEntry, build_plan
 
 FP32 = (("compute_dtype", torch.float32), ("method", "standard"))
 

@@ -9,7 +9,8 @@ from functools import cache
 import torch
 
 from muonloom import BlockSpec
-from muonloom.plan import MatrixEntry, Plan, ScalarEntry, build_plan
+from muonloom.plan import Plan
+from muonloom.planning import MatrixEntry, ScalarEntry, build_plan
 from muonloom.schedule import Schedule, StagedState, staged_schedule
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 import muonloom
 import muonloom.host.slab
-import muonloom.plan
+import muonloom.planning
 from muonloom import HostPlacement
 from muonloom.host import Limit
 from muonloom.schedule import Op
@@ -377,7 +377,7 @@ def test_momentum_keeps_its_dtype_when_the_group_changes_its_mind():
 
 
 def test_reordered_groups_keep_the_order_of_spans(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(muonloom.plan._PACK_NUMEL, "cpu", 64)
+    monkeypatch.setitem(muonloom.planning._PACK_NUMEL, "cpu", 64)
     results = []
     for placement in ("device", "host"):
         for turned in (False, True):

@@ -12,7 +12,8 @@ import torch
 import muonloom
 from muonloom import BlockSpec, HostPlacement
 from muonloom.host import PIECE_ALIGNMENT
-from muonloom.plan import Batch, build_plan
+from muonloom.plan import Batch
+from muonloom.planning import build_plan
 from muonloom.schedule import (
     Op,
     Piece,

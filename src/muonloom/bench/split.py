@@ -31,7 +31,8 @@ from muonloom.math import (
     normalize_,
     workspace_numel,
 )
-from muonloom.plan import MatrixEntry, Plan, build_plan
+from muonloom.plan import Plan
+from muonloom.planning import MatrixEntry, build_plan
 
 WHOLE = "whole"
 BLOCKS = (1, 4, 16)

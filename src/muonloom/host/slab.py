@@ -58,17 +58,27 @@ class SlabStore:
         """What changes whenever somebody writes state in place; staging's own copies do not count."""
         return sum(tensor._version for tensor in self._tensors.values())
 
-    def reserve(self, reservations: Iterable[Reservation]) -> None:
+    def reserve(
+        self, reservations: Iterable[Reservation], *, what: str, later_bytes: int = 0
+    ) -> None:
         """Allocate one slab for all of these that have no place yet, side by side in this order.
+
+        Args:
+            reservations: what needs a place.
+            what: what that is, for errors.
+            later_bytes: what else will be asked for in time, and has to be there too.
 
         Raises:
             MemoryError: the container or the machine has not so much memory; nothing was allocated.
         """
         new = [r for r in reservations if (r.parameter, r.key) not in self._tensors]
         offsets, total = layout_bytes([r.nbytes for r in new])
+        if total + later_bytes:
+            check_host_bytes(total + later_bytes, what=what, limits=read_limits())
+        for r in new if total == 0 else ():
+            self._tensors[r.parameter, r.key] = torch.empty(r.shape, dtype=r.dtype, device="cpu")
         if total == 0:
             return
-        check_host_bytes(total, what="masters and momentum", limits=read_limits())
         slab = HostArena(total, pin=self._pin, unpin=self._unpin)
         self._slabs.append(slab)
         for r, offset in zip(new, offsets, strict=True):
@@ -112,6 +122,10 @@ class SlabStore:
             if slab.memory.data_ptr() <= address < slab.memory.data_ptr() + slab.nbytes:
                 return slab.memory
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
+
+    def has_place(self, parameter: Tensor, key: str) -> bool:
+        """Whether there is a place for `key`."""
+        return key == "step" or (parameter, key) in self._tensors
 
     def holds(self, parameter: Tensor, key: str, tensor: Tensor) -> bool:
         """Whether `tensor` is the place of `key`."""

@@ -50,6 +50,7 @@ class ModelConfig(_Section):
     autocast: bool = False
     attention: str | None = None
     experts: str | None = None
+    expert_weights: Literal["parameter", "float8_block"] = "parameter"
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:

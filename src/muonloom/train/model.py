@@ -8,13 +8,16 @@ import inspect
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from muonloom.errors import ConfigError, complaint
 from muonloom.train.config import ModelConfig
+
+if TYPE_CHECKING:
+    from muonloom.experts import Float8Experts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -202,6 +205,23 @@ def _set_experts(model: nn.Module, implementation: str) -> None:
             f"{implementation!r} ({_first_line(error)})",
             "an implementation it has",
         ) from None
+
+
+def attach_experts(model: nn.Module, config: ModelConfig) -> Float8Experts | None:
+    """Make the expert weights FP8 where `[model] expert_weights` says so, and return their engine.
+
+    Raises:
+        ConfigError: a model without experts, or with a layout that the engine does not know.
+    """
+    if config.expert_weights == "parameter":
+        return None
+    from muonloom.experts import Float8Experts
+
+    try:
+        return Float8Experts.attach(model)
+    except ValueError as error:
+        got = f'"{config.expert_weights}" ({_first_line(error)})'
+        raise _bad("model.expert_weights", got, '"parameter" for this model') from None
 
 
 def _first_line(error: Exception) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 import muonloom
 from muonloom.errors import ConfigError, complaint
 from muonloom.train.config import OptimConfig
+from muonloom.writers import ExpertEngine
 
 # Options that are `muonloom.Muon`'s under the same name; the rest of the section describes the layout.
 _MUON_OPTIONS = (
@@ -67,6 +68,7 @@ def make_optimizer(
     config: OptimConfig,
     *,
     placement: str | muonloom.HostPlacement,
+    engine: ExpertEngine | None = None,
 ) -> muonloom.Muon:
     """Return the optimizer of `model`, on its device; errors are those of `muonloom.Muon`."""
     groups = muonloom.parameter_groups(model, layout, no_decay=tuple(config.no_decay))
@@ -76,11 +78,14 @@ def make_optimizer(
         if config.algorithm == "adamw":
             # Muon tells whoever gives it no matrix; here that is what was asked for.
             warnings.filterwarnings("ignore", message="params: none of .* is a matrix")
-        return muonloom.Muon(groups, layout=layout, placement=placement, **options)
+        return muonloom.Muon(groups, layout=layout, placement=placement, engine=engine, **options)
 
 
 def build_optimizer(
-    model: nn.Module, layout: muonloom.Layout, config: OptimConfig
+    model: nn.Module,
+    layout: muonloom.Layout,
+    config: OptimConfig,
+    engine: ExpertEngine | None = None,
 ) -> muonloom.Muon:
     """Return the optimizer of `model`; its groups' rates are what the schedule multiplies.
 
@@ -88,7 +93,7 @@ def build_optimizer(
         ConfigError: an option that the optimizer refuses, or memory that is not there.
     """
     try:
-        return make_optimizer(model, layout, config, placement=placement_of(config))
+        return make_optimizer(model, layout, config, placement=placement_of(config), engine=engine)
     except (ValueError, MemoryError, OSError, RuntimeError) as error:
         line = _refusal(error)
         if line is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,20 @@ def plot_run(
 
 
 def plot_comparison(
-    path: Path, *, title: str, curves: Mapping[str, Points], baselines: Mapping[str, float]
+    path: Path,
+    *,
+    title: str,
+    curves: Mapping[str, Points],
+    baselines: Mapping[str, float],
+    num_colors: int = 4,
 ) -> None:
-    """Write the held-out curves of several runs, by label, over their common baselines."""
+    """Write the held-out curves of several runs, by label, over their common baselines.
+
+    Of every `num_colors` curves (up to 4) each has a color of its own.
+    """
     figure, axes = _axes(title)
-    for (label, points), color in zip(curves.items(), (BLUE, ORANGE, GREEN, GREY), strict=False):
+    colors = itertools.cycle((BLUE, ORANGE, GREEN, GREY)[:num_colors])
+    for (label, points), color in zip(curves.items(), colors, strict=False):
         steps, losses = zip(*points, strict=True)
         axes.plot(steps, losses, marker="o", markersize=4, linewidth=1.8, color=color, label=label)
     levels = [loss for points in curves.values() for _, loss in points]

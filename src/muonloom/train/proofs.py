@@ -179,6 +179,10 @@ PROOFS: tuple[Proof, ...] = (
 )
 
 
+PROOFS_WITHOUT_COPIES = PROOFS[:1]
+"""Those for a model that cannot be copied, because an engine holds its experts."""
+
+
 def run_proofs(bench: Bench, proofs: tuple[Proof, ...] = PROOFS) -> list[ProofRecord]:
     """Run each proof; an exception is a claim that does not hold, unless memory is what it lacks."""
     records = []

@@ -22,10 +22,10 @@ from muonloom.train.config_file import load_config
 from muonloom.train.data import Corpus, cut_windows, load_corpus
 from muonloom.train.logs import RunLog
 from muonloom.train.machine import choose_device, describe_machine
-from muonloom.train.model import build_model
+from muonloom.train.model import attach_experts, build_model
 from muonloom.train.optim import build_layout, build_optimizer, make_optimizer, placement_of
 from muonloom.train.progress import RunProgress
-from muonloom.train.proofs import Bench, ProofRecord, run_proofs
+from muonloom.train.proofs import PROOFS, PROOFS_WITHOUT_COPIES, Bench, ProofRecord, run_proofs
 from muonloom.train.results import plot, save_model, write_summary
 from muonloom.train.sample import Completion, choose_prompt, complete
 from muonloom.train.schedule import make_scheduler
@@ -118,8 +118,9 @@ class TrainingRun:
             sequence_length=corpus.sequence_length,
             device=device,
         )
+        engine = attach_experts(model, config.model)
         layout = build_layout(model, config.optim)
-        optimizer = build_optimizer(model, layout, config.optim)
+        optimizer = build_optimizer(model, layout, config.optim, engine)
         trainer = Trainer(
             model=model,
             optimizer=optimizer,
@@ -248,7 +249,8 @@ class TrainingRun:
                     model, parts.layout, optim, placement=place
                 ),
                 host=muonloom.HostPlacement() if isinstance(placement, str) else placement,
-            )
+            ),
+            PROOFS if self._config.model.expert_weights == "parameter" else PROOFS_WITHOUT_COPIES,
         )
 
     def _ledger(self, parts: _Parts) -> dict[str, int]:

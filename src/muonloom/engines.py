@@ -1,0 +1,214 @@
+"""Writers and engines of an optimizer: registered, bound, and asked before and after each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from muonloom.assembly import Assembly
+from muonloom.bfloat16_writer import BFloat16Writer
+from muonloom.engine import Engine
+from muonloom.errors import complaint
+from muonloom.failures import refuse_released
+from muonloom.groups import Assignment
+from muonloom.masters import MasterBook
+from muonloom.state import MASTER_KEYS
+from muonloom.weights import DeviceWeights, collect_writers
+from muonloom.writers import ExpertEngine, Writer
+
+_installed: list[InstalledEngine] = []
+
+
+class InstalledEngine:
+    """Ends an installation; as a context manager, on leaving."""
+
+    def __init__(self, engine: ExpertEngine) -> None:
+        self.engine = engine
+
+    def remove(self) -> None:
+        """Have optimizers that are built from now on know nothing of the engine."""
+        _installed[:] = [known for known in _installed if known is not self]
+
+    def __enter__(self) -> InstalledEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def install_expert_engine(engine: ExpertEngine) -> InstalledEngine:
+    """Bind `engine` to every optimizer that is built meanwhile, for the parameters that it holds.
+
+    For trainers that build the optimizer themselves. Where it holds none of an optimizer's parameters,
+    and where none is installed, nothing changes.
+
+    Returns:
+        A handle whose ``remove()`` ends it; also a context manager.
+    """
+    _installed.append(InstalledEngine(engine))
+    return _installed[-1]
+
+
+class EngineBinding(Optimizer):
+    """The part of `Muon` that has device weights written by others than itself."""
+
+    _assembly: Assembly
+    _assignments: dict[Tensor, Assignment]
+    _masters: MasterBook
+    _weights: DeviceWeights
+    _released: dict[Tensor, str]
+
+    def _current_engine(self) -> Engine:
+        raise AssertionError("the optimizer overrides this")
+
+    def register_writer(self, param: Tensor, writer: Writer) -> None:
+        """Have `writer` write the device weight of `param`, instead of the parameter itself.
+
+        The parameter's storage may be given up, before or after (``untyped_storage().resize_(0)``): the
+        writer's stands in for it. From now on the parameter has a master of its own, also where it is FP32.
+
+        Args:
+            param: of this optimizer, Muon's or AdamW's.
+            writer: see `muonloom.writers.Writer`; one a parameter.
+
+        Raises:
+            ValueError: it is not the optimizer's, or an engine's already; the writer writes another one, is
+                not BF16 and masters are split, or cannot be given what is updated together; nothing was
+                changed.
+        """
+        self._register({param: (None, writer)})
+
+    def bind(self, engine: ExpertEngine) -> None:
+        """Have `engine` write the device weights of the parameters that it holds.
+
+        Raises:
+            ValueError: it holds none of the optimizer's, another engine or writer has one of them, or see
+                `register_writer`; nothing was changed.
+        """
+        found = collect_writers([engine], self._names())
+        if not found:
+            raise ValueError(
+                complaint(
+                    "engine",
+                    got=f"a {type(engine).__name__} that holds none of the optimizer's parameters",
+                    wanted="one whose named_writers() yields some of them",
+                    remedy="Build the optimizer with the model that the engine was attached to.",
+                )
+            )
+        self._register({param: (engine, writer) for param, (_, writer) in found.items()})
+        self._weights.bind(engine)
+
+    def rebind(self, param: Tensor) -> None:
+        """Accept that the device weight of `param` has moved on purpose; its values must not have changed.
+
+        Raises:
+            ValueError: `param` is not the optimizer's.
+            StaleMasterError: the weight is another than its master says.
+        """
+        name = self._assignment(param).name
+        refuse_released(self._released.values(), "rebind()")
+        self._assembly.settle()
+        self._weights.rebind(param)
+        self._weights.check({param: name})
+        self._masters.doubt(param)
+        self._masters.check(name, param, self.state.get(param, {}))
+
+    def _names(self) -> dict[Tensor, str]:
+        return {param: known.name for param, known in self._assignments.items()}
+
+    def _bind_known(self) -> None:
+        """Bind what bound and installed engines hold of parameters that have no writer yet."""
+        engines = [*self._weights.engines, *(handle.engine for handle in _installed)]
+        found = collect_writers(engines, self._names())
+        fresh = {p: pair for p, pair in found.items() if self._weights.writer(p) is None}
+        self._register(dict(fresh))
+        for engine, _ in fresh.values():
+            self._weights.bind(engine)
+
+    @torch.no_grad()
+    def _register(self, pairs: Mapping[Tensor, tuple[ExpertEngine | None, Writer]]) -> None:
+        """Register all of these writers, or none."""
+        for param, (_, writer) in pairs.items():
+            self._refuse_split(self._assignment(param).name, writer)
+        refuse_released(self._released.values(), "a new writer")
+        self._assembly.settle()
+        had: dict[Tensor, Tensor] = {}
+        for param in pairs:
+            state = self.state.get(param, {})
+            if "master_low" in state:
+                self._weights.check({param: self._assignments[param].name})
+            if state.keys() & set(MASTER_KEYS):
+                had[param] = self._masters.whole(param, state)
+        registered = self._weights.registered()
+        try:
+            for param, (engine, writer) in pairs.items():
+                known = self._assignments[param]
+                self._weights.register(
+                    param, writer, name=known.name, spec=known.spec, engine=engine
+                )
+            if pairs:
+                self._current_engine()  # the plan refuses what does not fit
+            for param in pairs:
+                if param not in had:
+                    known = self._assignments[param]
+                    self._masters.begin(known.name, param, self.state[param])
+            for param, master in had.items():
+                self._masters.rewrite(param, master)
+        except Exception:
+            self._weights.put_back(registered)
+            for param in pairs.keys() - had.keys():
+                for key in MASTER_KEYS:
+                    self.state.get(param, {}).pop(key, None)
+            raise
+
+    def _refuse_split(self, name: str, writer: Writer) -> None:
+        if self._assembly.splits_masters and not isinstance(writer, BFloat16Writer):
+            raise ValueError(
+                complaint(
+                    name,
+                    got=f'a {type(writer).__name__} and master_layout="split"',
+                    wanted="a BFloat16Writer, whose weight is half of the master",
+                    remedy='Use master_layout="full".',
+                )
+            )
+
+    def _begin_step(self) -> None:
+        """Tell the engines, and refuse weights that are not where they were."""
+        refuse_released(self._released.values(), "step()")
+        self._assembly.wait_for_weights()
+        for engine in self._weights.engines:
+            engine.before_step(self)
+        self._weights.check(self._names())
+
+    def _end_step(self, *, skipped: bool) -> None:
+        for engine in self._weights.engines:
+            engine.after_step(self, skipped)
+
+    def _assignment(self, param: Tensor) -> Assignment:
+        if param not in self._assignments:
+            raise ValueError(
+                complaint(
+                    "param",
+                    got=f"a tensor of shape {tuple(param.shape)} that is not the optimizer's",
+                    wanted="one of its parameters",
+                    remedy="Pass the very object that the optimizer was built with.",
+                )
+            )
+        return self._assignments[param]
+
+    def _chosen(self, params: Iterable[Tensor] | None) -> dict[Tensor, str]:
+        """Return names of these parameters; None: of all."""
+        if params is None:
+            return self._names()
+        given: list[Any] = list(params)
+        return {param: self._assignment(param).name for param in given}
