@@ -149,13 +149,19 @@ class MasterBook:
                 self._samples[parameter] = tuple(_sample(tensor).clone() for tensor in tensors)
                 self._expected.pop(parameter, None)
 
-    def suspicion(self) -> Tensor | None:
-        """Return a bool scalar on the device: whether a sampled word of any weight has changed.
+    def suspicion(self, parameters: Iterable[Tensor] | None = None) -> Tensor | None:
+        """Return a bool scalar on the device: whether a sampled word of a weight has changed.
 
-        None where there is nothing to compare. It is read together with the guard's other numbers.
+        It is read together with the guard's other numbers.
+
+        Args:
+            parameters: whose weights; None: all.
+
+        Returns:
+            None where there is nothing to compare.
         """
         pairs: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
-        for parameter in self._samples:
+        for parameter in self._samples if parameters is None else parameters:
             for now, sample in self._sampled(parameter):
                 if now.shape != sample.shape or now.device != sample.device:
                     return torch.ones((), dtype=torch.bool, device=parameter.device)

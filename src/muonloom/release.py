@@ -217,7 +217,9 @@ class DeviceRelease(MasterAccess):
     def _check_weights(self, names: Mapping[Tensor, str]) -> None:
         """Refuse weights that masters do not describe: they would come back as others."""
         self._weights.check(names)
-        self._masters.doubt_changed(names)
+        moved = self._masters.suspicion(names)
+        if moved is not None and bool(moved):
+            self._masters.doubt_changed(names)
         for param, name in names.items():
             self._masters.check(name, param, self.state.get(param, {}))
 

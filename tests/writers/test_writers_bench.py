@@ -10,7 +10,7 @@ from muonloom.bench import writers
 def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     writers.main(["--quick"])
     header, rule, *rows = capsys.readouterr().out.splitlines()
-    assert header.count("|") == rule.count("|") == 6
+    assert header.count("|") == rule.count("|") == 7
     assert [row.split("|")[2].strip() for row in rows] == [
         "BF16 write-back",
         "FP8 128×128, FP32 scales",

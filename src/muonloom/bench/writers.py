@@ -11,19 +11,20 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from muonloom.bench.machine import num_threads
+from muonloom.bench.text import between_markers
 from muonloom.bench.timing import Contender, Timing, interleave
 from muonloom.bfloat16_writer import BFloat16Writer
 from muonloom.float8_writer import Float8BlockWriter, ScaleFormat
-from muonloom.writers import Writer
 
-GOAL = 1.25
 ROUNDS = 21
+BEGIN, END = "<!-- writers:begin -->", "<!-- writers:end -->"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +49,31 @@ _FLOAT8: Sequence[tuple[str, tuple[int, int], ScaleFormat]] = (
 )
 
 
-def contenders(shape: WriterShape) -> list[Contender]:
-    """Return the writers of one parameter; BF16, what the others are compared with, comes first."""
+def contenders(shape: WriterShape) -> list[tuple[Contender, int]]:
+    """Return the writers of one parameter with the bytes that they fill; BF16 comes first."""
     master = torch.randn(shape.shape, generator=torch.Generator().manual_seed(0)) * 0.02
     param = Parameter(master.to(torch.bfloat16))
     rows = slice(0, shape.shape[0])
     data = torch.empty(shape.shape, dtype=torch.bfloat16)
-    writers: list[tuple[str, Writer]] = [("BF16 write-back", BFloat16Writer(data))]
+    writers: list[tuple[str, BFloat16Writer | Float8BlockWriter]] = [
+        ("BF16 write-back", BFloat16Writer(data))
+    ]
     for name, block, scale_format in _FLOAT8:
         writer = Float8BlockWriter(block, scale_format=scale_format)
         writer.prepare(param)
         writers.append((name, writer))
-    return [_contender(name, _writing(writer, param, master, rows)) for name, writer in writers]
+    return [
+        (
+            _contender(name, _writing(writer, param, master, rows)),
+            sum(tensor.nbytes for tensor in writer.tensors()),
+        )
+        for name, writer in writers
+    ]
 
 
-def _writing(writer: Writer, param: Tensor, master: Tensor, rows: slice) -> Callable[[], object]:
+def _writing(
+    writer: BFloat16Writer | Float8BlockWriter, param: Tensor, master: Tensor, rows: slice
+) -> Callable[[], object]:
     return lambda: writer.write(param, master, rows)
 
 
@@ -74,21 +85,28 @@ def _contender(name: str, run: Callable[[], object]) -> Contender:
 def markdown(shapes: Sequence[WriterShape], *, rounds: int) -> list[str]:
     """Measure, and return the lines of the table: a row a shape and writer."""
     lines = [
-        "| parameter | writer | ms | ns an element | of BF16 write-back |",
-        "|---|---|---|---|---|",
+        "| parameter | writer | ms | ns an element | of BF16 write-back | bytes, of BF16 |",
+        "|---|---|---|---|---|---|",
     ]
     for shape in shapes:
         with torch.no_grad():
-            timings = interleave(contenders(shape), rounds=rounds, device=torch.device("cpu"))
+            found = contenders(shape)
+            runs = [contender for contender, _ in found]
+            timings = interleave(runs, rounds=rounds, device=torch.device("cpu"))
+        filled = [nbytes / found[0][1] for _, nbytes in found]
         name = "×".join(map(str, shape.shape)) + f" ({shape.source})"
-        lines += [_row(name, timing, timings[0], math.prod(shape.shape)) for timing in timings]
+        lines += [
+            _row(name, timing, timings[0], math.prod(shape.shape), share)
+            for timing, share in zip(timings, filled, strict=True)
+        ]
     return lines
 
 
-def _row(name: str, timing: Timing, bfloat16: Timing, numel: int) -> str:
+def _row(name: str, timing: Timing, bfloat16: Timing, numel: int, share: float) -> str:
     seconds = timing.median_s
     ratio = seconds / bfloat16.median_s
-    return f"| {name} | {timing.name} | {seconds * 1e3:.2f} | {seconds / numel * 1e9:.3f} | {ratio:.2f} |"
+    times = f"{seconds * 1e3:.2f} | {seconds / numel * 1e9:.3f} | {ratio:.2f}"
+    return f"| {name} | {timing.name} | {times} | {share:.4f} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -96,11 +114,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m muonloom.bench.writers", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny shape, few rounds")
     parser.add_argument("--threads", type=int, default=1, help="threads that torch may use")
+    parser.add_argument("--out", type=Path, default=None, help="a page with the markers")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with num_threads(options.threads):
         shapes, rounds = (QUICK_SHAPES, 3) if options.quick else (SHAPES, ROUNDS)
-        print("\n".join(markdown(shapes, rounds=rounds)))
+        table = "\n".join(markdown(shapes, rounds=rounds))
+    print(table)
+    if options.out is not None:
+        text = options.out.read_text(encoding="utf-8")
+        text = between_markers(text, table, begin=BEGIN, end=END, owner="--out")
+        options.out.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
