@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from muonloom.errors import complaint
+from muonloom.hollow import is_released
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE_NUMEL = 1 << 22  # elements that `agrees` rounds at a time
@@ -105,7 +106,7 @@ def _rows(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def _require_storage(param: Tensor) -> None:
-    if param.numel() and param.untyped_storage().nbytes() == 0:
+    if is_released(param):
         raise ValueError(
             complaint(
                 "BFloat16Writer.data",

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,7 +16,7 @@ from muonloom.errors import complaint
 from muonloom.failures import refuse_released
 from muonloom.groups import Assignment
 from muonloom.masters import MasterBook
-from muonloom.state import MASTER_KEYS
+from muonloom.state import MASTER_KEYS, lasting
 from muonloom.weights import DeviceWeights, collect_writers
 from muonloom.writers import ExpertEngine, Writer
 
@@ -79,7 +78,9 @@ class EngineBinding(Optimizer):
 
         Args:
             param: of this optimizer, Muon's or AdamW's.
-            writer: see `muonloom.writers.Writer`; one a parameter.
+            writer: see `muonloom.writers.Writer`; it takes the place of a former one of yours. The first
+                master is made from what its weight was made from, else from the parameter's storage, where
+                there is any.
 
         Raises:
             ValueError: it is not the optimizer's, or an engine's already; the writer writes another one, is
@@ -95,6 +96,15 @@ class EngineBinding(Optimizer):
             ValueError: it holds none of the optimizer's, another engine or writer has one of them, or see
                 `register_writer`; nothing was changed.
         """
+        if not hasattr(engine, "named_writers"):
+            raise TypeError(
+                complaint(
+                    "engine",
+                    got=f"a {type(engine).__name__}",
+                    wanted="an expert engine",
+                    remedy="See muonloom.ExpertEngine.",
+                )
+            )
         found = collect_writers([engine], self._names())
         if not found:
             raise ValueError(
@@ -118,6 +128,7 @@ class EngineBinding(Optimizer):
         name = self._assignment(param).name
         refuse_released(self._released.values(), "rebind()")
         self._assembly.settle()
+        self._weights.renew_writers()
         self._weights.rebind(param)
         self._weights.check({param: name})
         self._masters.doubt(param)
@@ -126,16 +137,17 @@ class EngineBinding(Optimizer):
     def _names(self) -> dict[Tensor, str]:
         return {param: known.name for param, known in self._assignments.items()}
 
-    def _bind_known(self) -> None:
-        """Bind what bound and installed engines hold of parameters that have no writer yet."""
+    def _bind_known(self, engine: ExpertEngine | None = None) -> None:
+        """Bind `engine`, and what bound and installed ones hold of parameters that have no writer yet."""
+        if engine is not None:
+            self.bind(engine)
         engines = [*self._weights.engines, *(handle.engine for handle in _installed)]
         found = collect_writers(engines, self._names())
         fresh = {p: pair for p, pair in found.items() if self._weights.writer(p) is None}
         self._register(dict(fresh))
-        for engine, _ in fresh.values():
-            self._weights.bind(engine)
+        for other, _ in fresh.values():
+            self._weights.bind(other)
 
-    @torch.no_grad()
     def _register(self, pairs: Mapping[Tensor, tuple[ExpertEngine | None, Writer]]) -> None:
         """Register all of these writers, or none."""
         for param, (_, writer) in pairs.items():
@@ -151,25 +163,38 @@ class EngineBinding(Optimizer):
                 had[param] = self._masters.whole(param, state)
         registered = self._weights.registered()
         try:
-            for param, (engine, writer) in pairs.items():
-                known = self._assignments[param]
-                self._weights.register(
-                    param, writer, name=known.name, spec=known.spec, engine=engine
-                )
-            if pairs:
-                self._current_engine()  # the plan refuses what does not fit
-            for param in pairs:
-                if param not in had:
-                    known = self._assignments[param]
-                    self._masters.begin(known.name, param, self.state[param])
-            for param, master in had.items():
-                self._masters.rewrite(param, master)
-        except Exception:
+            with lasting():
+                self._take_over(pairs, had)
+        except BaseException:
+            self._give_back(param for param in pairs if param not in had)
             self._weights.put_back(registered)
-            for param in pairs.keys() - had.keys():
-                for key in MASTER_KEYS:
-                    self.state.get(param, {}).pop(key, None)
             raise
+
+    def _take_over(
+        self,
+        pairs: Mapping[Tensor, tuple[ExpertEngine | None, Writer]],
+        had: Mapping[Tensor, Tensor],
+    ) -> None:
+        """Register writers; make masters from what they have, or write weights from those that were."""
+        for param, (engine, writer) in pairs.items():
+            known = self._assignments[param]
+            self._weights.register(param, writer, name=known.name, spec=known.spec, engine=engine)
+        if pairs:
+            self._current_engine()  # the plan refuses what does not fit
+        for param in pairs:
+            if param in had:
+                self._masters.rewrite(param, had[param])
+            else:
+                self._masters.begin(self._assignments[param].name, param, self.state[param])
+
+    def _give_back(self, params: Iterable[Tensor]) -> None:
+        """Undo masters that were made when writers were registered: their sources are given out once."""
+        for param in params:
+            state = self.state.get(param, {})
+            if "master_weight" in state:
+                self._weights.return_source(param, state["master_weight"].to("cpu", copy=True))
+            for key in MASTER_KEYS:
+                state.pop(key, None)
 
     def _refuse_split(self, name: str, writer: Writer) -> None:
         if self._assembly.splits_masters and not isinstance(writer, BFloat16Writer):
@@ -210,5 +235,14 @@ class EngineBinding(Optimizer):
         """Return names of these parameters; None: of all."""
         if params is None:
             return self._names()
+        if isinstance(params, Tensor | str):
+            raise TypeError(
+                complaint(
+                    "params",
+                    got=f"a {type(params).__name__}",
+                    wanted="a list of parameters",
+                    remedy="Put it into a list.",
+                )
+            )
         given: list[Any] = list(params)
         return {param: self._assignment(param).name for param in given}

@@ -93,11 +93,13 @@ def _exported(
     max_bytes: int,
     device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
+    version = source.version
     for conversion in plan:
         kind = source.kind_of(conversion.sources)
         for index, names in enumerate(conversion.outputs):
             parts = _parts(conversion, source, convert, index)
             for name in map(_without_wrappers, names):
+                source.check_version(version)
                 # Popped, so that nothing here holds a tensor longer than it has to.
                 if kind == _FLOAT8_BLOCK and len(parts[-1].shape) == 2:
                     yield from _encoded(name, parts.pop(), max_bytes, device)
@@ -219,6 +221,23 @@ class _Source:
         self._is_mixed = any(tensor.element_size() == 2 for tensor in held)
         encodable = _encodable(model) if is_of_transformers(model) else set(tensors.values())
         self._encodable = {t for t in encodable if self._algorithms.get(t) == "muon"}
+
+    @property
+    def version(self) -> int:
+        """See `Muon.master_version`."""
+        return self._optimizer.master_version
+
+    def check_version(self, version: int) -> None:
+        """Raise where masters are no longer what they were."""
+        if version != self.version:
+            raise RuntimeError(
+                complaint(
+                    "export_weights",
+                    got="masters that changed between two tensors",
+                    wanted="all tensors of one step",
+                    remedy="Take all of them before the next step, load, refresh or resume.",
+                )
+            )
 
     def part(self, name: str) -> _Part:
         """Return the tensor to export, to be read in runs of rows."""

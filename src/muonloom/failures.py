@@ -68,3 +68,19 @@ def refuse_released(names: Iterable[str], what: str) -> None:
                 remedy="Call resume() first.",
             )
         )
+
+
+def refuse_unusable(name: str, weight: Tensor, shape: Sequence[int]) -> None:
+    """Raise a ValueError if a master cannot be made from a weight: it is misshapen or not finite."""
+    misshapen = tuple(weight.shape) != tuple(shape)
+    if misshapen or not bool(torch.isfinite(weight).all()):
+        raise ValueError(
+            complaint(
+                name,
+                got=f"a weight shaped {tuple(weight.shape)}"
+                if misshapen
+                else "a weight with a NaN or an infinity",
+                wanted=f"finite numbers, shaped {tuple(shape)}, for its master",
+                remedy="Load the weights again.",
+            )
+        )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from muonloom.errors import complaint
+from muonloom.hollow import is_released
 from muonloom.math.float8 import decode_float8, encode_float8_, scale_shape
 
 ScaleFormat = Literal["float32", "ue8m0"]
@@ -75,6 +76,11 @@ class Float8BlockWriter:
                     remedy="ue8m0 scales are powers of two.",
                 )
             )
+        if not isinstance(block, tuple | list):
+            raise ValueError(
+                complaint("block", got=block, wanted="(rows, columns)", remedy="Use (128, 128).")
+            )
+        scale_shape((1, 1), block)
         self.block = (int(block[0]), int(block[1]))
         self.scale_format = scale_format
         self._allocated = data is not None or scale_inv is not None
@@ -97,7 +103,7 @@ class Float8BlockWriter:
         if self._allocated:
             self._check_param(param)
             return
-        if param.numel() and param.untyped_storage().nbytes() == 0:
+        if is_released(param):
             raise ValueError(
                 complaint(
                     "Float8BlockWriter",
@@ -160,6 +166,11 @@ class Float8BlockWriter:
                 for fresh, present in zip((data, scale_inv), held, strict=True):
                     same &= (fresh.view(torch.uint8) == present.view(torch.uint8)).all()
         return bool(same)
+
+    @property
+    def source(self) -> Tensor | None:
+        """What the weight was made from, until it is taken."""
+        return self._source
 
     def set_source(self, source: Tensor | None) -> None:
         """Keep what the weight was made from, shaped as the parameter, for `take_source`; None: nothing."""

@@ -44,7 +44,7 @@ def hollow_(tensor: Tensor, name: str, why: str) -> Tensor:
 
     Args:
         tensor: a parameter or a buffer, of any shape, dtype and device; hollow already: only name and
-            remedy change. Of a DTensor, its local tensor.
+            remedy change.
         name: what errors call it.
         why: a sentence for errors: where the values are now, or how they come back.
     """
@@ -58,9 +58,9 @@ def hollow_(tensor: Tensor, name: str, why: str) -> Tensor:
         )
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes() or _extent_bytes(tensor)
-    storage.resize_(0)
     tensor.__dict__["_hollow"] = _Hollow(name=name, why=why, nbytes=nbytes)
     tensor.__class__ = _guarded(type(tensor))
+    storage.resize_(0)  # last: nothing unguarded is without storage, whenever this is interrupted
     return tensor
 
 
@@ -85,9 +85,14 @@ def is_hollow(tensor: object) -> bool:
     return isinstance(tensor, _Guard)
 
 
-def hollow_name(tensor: Tensor) -> str:
-    """Return the name that `hollow_` was given."""
-    return _record(tensor).name
+def hollow_reason(tensor: Tensor) -> str:
+    """Return the sentence that `hollow_` was given."""
+    return _record(tensor).why
+
+
+def is_released(tensor: Tensor) -> bool:
+    """Whether a tensor that has elements has no storage: reading it would crash the process."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def recast_(tensor: Tensor, *, dtype: torch.dtype, device: torch.device) -> Tensor:

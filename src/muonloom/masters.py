@@ -29,6 +29,9 @@ class MasterBook:
 
     Versions and addresses tell of most writes from outside. Edits through ``.data`` leave no trace, so
     some words of every weight are kept on the device, and compared for all weights of it at once.
+
+    Attributes:
+        changes: counts what changed masters.
     """
 
     def __init__(self, store: Store, weights: DeviceWeights) -> None:
@@ -37,6 +40,7 @@ class MasterBook:
         self._versions: dict[Tensor, _Mark] = {}
         self._samples: dict[Tensor, tuple[Tensor, ...]] = {}
         self._expected: dict[Tensor, tuple[int, int]] = {}
+        self.changes = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep which weights agree with their masters; versions, addresses and writers are not a copy's."""
@@ -51,6 +55,7 @@ class MasterBook:
         """Take note of the weights of a copy."""
         self._versions, self._samples, self._expected = {}, {}, dict(state["expected"])
         self._weights = DeviceWeights()
+        self.changes = 0
         self.note(state["certain"])
 
     def move_to(self, store: Store, weights: DeviceWeights) -> None:
@@ -78,7 +83,11 @@ class MasterBook:
                     remedy="Give each parameter a writer of its own shape.",
                 )
             )
-        self._take(parameter, state, source)
+        try:
+            self._take(parameter, state, source)
+        except BaseException:
+            self._weights.return_source(parameter, source)
+            raise
         self.accord(parameter, state)
 
     def accord(self, parameter: Tensor, state: State) -> None:
@@ -116,6 +125,7 @@ class MasterBook:
         """
         self._expected.pop(parameter, None)
         self._samples.pop(parameter, None)
+        self.changes += 1
         if master is None or not self._weights.has_master(parameter):
             for key in MASTER_KEYS:
                 state.pop(key, None)
@@ -141,6 +151,11 @@ class MasterBook:
         return state[key]
 
     def note(self, parameters: Iterable[Tensor]) -> None:
+        """Take note of new masters, with which these weights agree."""
+        self.changes += 1
+        self._note(parameters)
+
+    def _note(self, parameters: Iterable[Tensor]) -> None:
         """Remember that these weights agree with their masters now, and sample them."""
         for parameter in parameters:
             if self._weights.has_master(parameter):
@@ -216,7 +231,7 @@ class MasterBook:
             if self.is_certain(parameter, state):
                 return
             if self._agrees(parameter, state):
-                self.note([parameter])
+                self._note([parameter])
                 return
         raise StaleMasterError(
             complaint(

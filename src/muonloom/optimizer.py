@@ -180,18 +180,20 @@ class Muon(StateSaving):
         super().__init__(groups or [{"params": []}], group_defaults)
         self._is_built = True
         self.state = StateByParameter()
-        if engine is not None:
-            self.bind(engine)
-        self._bind_known()
-        self._current_engine()
-        announce(
-            self.param_groups,
-            self._assignments,
-            self._assembly.plan,
-            store=self._assembly,
-            host_bytes=self._assembly.host_bytes if self._assembly.host else None,
-            warn=not self._rate_was_given,
-        )
+        try:
+            self._bind_known(engine)
+            self._current_engine()
+            announce(
+                self.param_groups,
+                self._assignments,
+                self._assembly.plan,
+                store=self._assembly,
+                host_bytes=self._assembly.host_bytes if self._assembly.host else None,
+                warn=not self._rate_was_given,
+            )
+        except BaseException:
+            self._give_back(self._assignments)
+            raise
 
     # -- parameter groups ---------------------------------------------------------------------------
 

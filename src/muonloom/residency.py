@@ -11,9 +11,9 @@ from torch import Tensor
 
 from muonloom.engines import EngineBinding
 from muonloom.errors import complaint
-from muonloom.failures import refuse_released, refuse_torn
+from muonloom.failures import refuse_released, refuse_torn, refuse_unusable
 from muonloom.masters import edited_master
-from muonloom.state import MASTER_KEYS
+from muonloom.state import MASTER_KEYS, lasting
 
 
 class MasterAccess(EngineBinding):
@@ -66,6 +66,11 @@ class MasterAccess(EngineBinding):
             return master
         return master.to("cpu", torch.float32, copy=True)
 
+    @property
+    def master_version(self) -> int:
+        """What grows with each step, load, refresh and change of masters: equal numbers, equal masters."""
+        return self._masters.changes
+
     def refresh_masters(self, params: Iterable[Tensor] | None = None) -> None:
         """Rebuild masters from the weights, after these were loaded from outside; momentum stays.
 
@@ -73,24 +78,33 @@ class MasterAccess(EngineBinding):
             params: None for all.
 
         Raises:
-            ValueError: one is not the optimizer's.
+            ValueError: one is not the optimizer's, or a weight is misshapen or not finite; nothing was
+                changed.
+            RuntimeError: one is released.
         """
         chosen = self._chosen(params)
         refuse_released(self._released.values(), "refresh_masters()")
         self._weights.check(chosen)
         self._assembly.settle()
-        for param in chosen:
-            if param in self.state:
-                self._masters.rebuild(param, self.state[param])
+        with lasting():
+            for param, name in chosen.items():
+                refuse_unusable(name, self._weights.read(param), param.shape)
+            for param in chosen:
+                if param in self.state:
+                    self._masters.rebuild(param, self.state[param])
 
     def apply_to_masters(
-        self, params: Iterable[Tensor], fn: Callable[[Tensor], Tensor | None]
+        self, params: Iterable[Tensor] | None, fn: Callable[[Tensor], Tensor | None]
     ) -> None:
         """Change FP32 masters and write the weights from them: for QK-clip, merges, averages.
 
+        All of `params` is held a second time in FP32, where its masters are, until all of it is known to be
+        usable.
+
         Args:
-            params: parameters of this optimizer.
-            fn: gets a copy of each master, shaped as its parameter; changes it in place or returns another.
+            params: parameters of this optimizer; None: all.
+            fn: gets a copy of each master, shaped as its parameter; changes it in place and returns None,
+                or returns another.
 
         Raises:
             ValueError: a parameter is not the optimizer's, or a result is misshapen or not finite;
@@ -101,7 +115,7 @@ class MasterAccess(EngineBinding):
         self.drain()
         refuse_torn(self._assembly.torn)
         self._weights.check(chosen)
-        with torch.no_grad():
+        with lasting():
             for param, name in chosen.items():
                 self._masters.check(name, param, self.state.get(param, {}))
             edited = {

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -14,9 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from muonloom.assembly import Assembly
 from muonloom.failures import refuse_released, refuse_torn
 from muonloom.groups import check_group
+from muonloom.hollow import is_released
 from muonloom.release import DeviceRelease
-from muonloom.state import StateByParameter, aligned, portable, restored
-from muonloom.weights import DeviceWeights, is_released
+from muonloom.state import StateByParameter, aligned, lasting, portable, restored
+from muonloom.weights import DeviceWeights
 
 
 class StateSaving(DeviceRelease):
@@ -56,7 +56,6 @@ class StateSaving(DeviceRelease):
                 }
         return whole
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take state and group options; masters and momentum keep their dtypes.
 
@@ -94,6 +93,7 @@ class StateSaving(DeviceRelease):
 
         # As hooks, so that the caller's own hooks see and change what they would with torch.
         with (
+            lasting(),
             _removed_after(self.register_load_state_dict_pre_hook(check)),
             _removed_after(self.register_load_state_dict_post_hook(restore, prepend=True)),
         ):
@@ -124,6 +124,7 @@ class StateSaving(DeviceRelease):
             RuntimeError: a parameter has no storage; copying that would crash the process.
         """
         self._assembly.settle()
+        refuse_released(self._released.values(), "a copy")
         for param, assignment in self._assignments.items():
             refuse_released([assignment.name] if is_released(param) else [], "a copy")
         kept = (

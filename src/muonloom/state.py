@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -12,11 +13,19 @@ from torch import Tensor
 
 from muonloom.config import is_number
 from muonloom.errors import complaint
+from muonloom.hollow import is_released
 
 State = dict[str, Tensor]
 
 MASTER_KEYS = ("master_weight", "master_low")
 """The two forms of a master: whole, or what the BF16 weight lacks."""
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """Have tensors made that outlive an inference mode of the caller's, without gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class StateByParameter(defaultdict[Tensor, State]):
@@ -53,7 +62,7 @@ class Store(Protocol):
 def device_state(parameter: Tensor, key: str, dtype: torch.dtype) -> Tensor:
     """Return zeros where the parameter is, in its own memory format."""
     shape = () if key == "step" else tuple(parameter.shape)
-    if parameter.untyped_storage().nbytes() == 0 or key == "step":
+    if is_released(parameter) or key == "step":
         return torch.zeros(shape, dtype=dtype, device=parameter.device)
     like = parameter.detach()
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)

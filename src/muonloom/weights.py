@@ -12,6 +12,7 @@ from torch import Tensor
 from muonloom.bfloat16_writer import BFloat16Writer
 from muonloom.cuts import write_atoms
 from muonloom.errors import complaint
+from muonloom.hollow import hollow_reason, is_hollow, is_released
 from muonloom.layout import BlockSpec
 from muonloom.writers import ExpertEngine, Writer
 
@@ -39,6 +40,7 @@ class DeviceWeights:
 
     def __init__(self) -> None:
         self._entries: dict[Tensor, _Entry] = {}
+        self._claims: dict[int, Tensor] = {}  # by identity of writers and of their storage
         self._engines: list[ExpertEngine] = []
         self._parked: dict[Tensor, Tensor] = {}
 
@@ -58,7 +60,7 @@ class DeviceWeights:
         spec: BlockSpec | None,
         engine: ExpertEngine | None = None,
     ) -> None:
-        """Have `writer` write the device weight of `parameter` from now on.
+        """Have `writer` write the device weight of `parameter` from now on, in place of a former one.
 
         Raises:
             ValueError: it cannot: the parameter has a writer of an engine, the writer writes another
@@ -75,7 +77,8 @@ class DeviceWeights:
                 )
             )
         known = self._entries.get(parameter)
-        if known is not None and known.writer is not writer and known.engine is not engine:
+        other = known is not None and known.writer is not writer and known.engine is not engine
+        if known is not None and other and _still_holds(known.engine, parameter):
             raise ValueError(
                 complaint(
                     name,
@@ -103,15 +106,16 @@ class DeviceWeights:
             name=name, writer=writer, storage=writer.storage, engine=engine, stops=stops
         )
         self._entries[parameter].addresses = self._addresses(parameter)
+        self._claims.update(dict.fromkeys(_identities(writer), parameter))
 
     def _refuse_shared(self, parameter: Tensor, writer: Writer, name: str) -> None:
-        for other, entry in self._entries.items():
-            shared = writer.storage is not None and entry.storage is writer.storage
-            if other is not parameter and (entry.writer is writer or shared):
+        for thing in _identities(writer):
+            other = self._claims.get(thing, parameter)
+            if other is not parameter and other in self._entries:
                 raise ValueError(
                     complaint(
                         name,
-                        got=f"the writer of {entry.name}",
+                        got=f"the writer of {self._entries[other].name}",
                         wanted="a writer of its own",
                         remedy="Make one writer a parameter.",
                     )
@@ -124,6 +128,7 @@ class DeviceWeights:
     def put_back(self, registered: dict[Tensor, _Entry]) -> None:
         """Have registered what was."""
         self._entries = registered
+        self._claims = {i: p for p, e in registered.items() for i in _identities(e.writer)}
 
     def park(self, tensor: Tensor, copy: Tensor) -> None:
         """Read `tensor` from this copy on the host while its own storage is given up."""
@@ -149,12 +154,17 @@ class DeviceWeights:
     def rebind(self, parameter: Tensor) -> None:
         """Accept the storage that the writer of `parameter` has now."""
         entry = self._entries.get(parameter)
-        if entry is None:
-            return
-        if entry.engine is not None:
-            entry.writer = dict(_held(entry.engine)).get(parameter, entry.writer)
-        entry.storage = entry.writer.storage
-        entry.addresses = self._addresses(parameter)
+        if entry is not None:
+            entry.storage = entry.writer.storage
+            entry.addresses = self._addresses(parameter)
+
+    def renew_writers(self) -> None:
+        """Take the writers that engines have now."""
+        for engine in self._engines:
+            for parameter, writer in _held(engine):
+                entry = self._entries.get(parameter)
+                if entry is not None and entry.engine is engine:
+                    entry.writer = writer
 
     # -- where it is --------------------------------------------------------------------------------
 
@@ -213,19 +223,22 @@ class DeviceWeights:
         for parameter, name in names.items():
             entry = self._entries.get(parameter)
             if entry is None or entry.storage is None:
-                _refuse_released(parameter, name)
+                _require_storage(parameter, name)
             if entry is None:
                 continue
             current = entry.writer if entry.engine is None else held.get(parameter)
             gone = current is None or current.storage is not entry.storage
             if gone or self._addresses(parameter) != entry.addresses:
-                what = "that its engine holds no more" if current is None else "in another place"
+                what, remedy = "in another place", "Call rebind() for it where it moved on purpose."
+                if current is None:
+                    what = "that its engine holds no more"
+                    remedy = "Bind the engine that holds it, or build a new optimizer."
                 raise RuntimeError(
                     complaint(
                         name,
                         got=f"a writer's storage {what}",
                         wanted="the storage that was registered",
-                        remedy="Call rebind() for it where it moved on purpose.",
+                        remedy=remedy,
                     )
                 )
 
@@ -242,6 +255,12 @@ class DeviceWeights:
             if source is not None:
                 return source
         return self.read(parameter) if is_released(parameter) else parameter.detach()
+
+    def return_source(self, parameter: Tensor, source: Tensor) -> None:
+        """Give a source back of which no master could be made."""
+        writer = self.writer(parameter)
+        if writer is not None and hasattr(writer, "set_source"):
+            writer.set_source(source)
 
     def read(self, parameter: Tensor) -> Tensor:
         """Return the weight as floats, shaped as `parameter`."""
@@ -297,11 +316,6 @@ def insist(write: Callable[[], object]) -> None:
         write()
 
 
-def is_released(tensor: Tensor) -> bool:
-    """Whether a tensor that has elements has no storage: reading it would crash the process."""
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-
-
 def collect_writers(
     engines: Iterable[ExpertEngine], names: Mapping[Tensor, str]
 ) -> dict[Tensor, tuple[ExpertEngine, Writer]]:
@@ -334,18 +348,27 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(words[tensor.element_size()])
 
 
+def _identities(writer: Writer) -> list[int]:
+    return [id(thing) for thing in (writer, writer.storage) if thing is not None]
+
+
+def _still_holds(engine: ExpertEngine | None, parameter: Tensor) -> bool:
+    return engine is None or any(held is parameter for held, _ in _held(engine))
+
+
 def _held(engine: ExpertEngine) -> Iterable[tuple[Tensor, Writer]]:
     return engine.named_writers()
 
 
-def _refuse_released(parameter: Tensor, name: str) -> None:
+def _require_storage(parameter: Tensor, name: str) -> None:
     if is_released(parameter):
+        remedy = "Register its writer or bind its engine, or bring the storage back."
         raise RuntimeError(
             complaint(
                 name,
                 got="released storage, and no writer that stands in for it",
                 wanted="a weight to write, or a registered writer",
-                remedy="Register its writer or bind its engine, or bring the storage back.",
+                remedy=hollow_reason(parameter) if is_hollow(parameter) else remedy,
             )
         )
 

@@ -21,7 +21,9 @@ class Writer(Protocol):
     * ``prepare(param)``: called once when it is registered, to allocate and fill what is missing (nothing);
     * ``agrees(param, master) -> bool``: whether it holds the very bytes that `master` gives (unknown);
     * ``take_source(param) -> Tensor | None``: hands out, once, what its weight was made from, so that the
-      master starts from that, shaped as `param` in any float dtype (None: the master starts from `read`).
+      master starts from that, shaped as `param` in any float dtype (None: the master starts from the
+      parameter where it has storage, else from `read`);
+    * ``set_source(tensor)``: takes it back, where no master came of it.
     """
 
     @property

@@ -353,3 +353,44 @@ def test_a_copy_has_masters_and_no_writers(placement: str, dtype: str, make: Any
     train(named, opt, 3)
     train(twin, other, 3)
     assert_equal(held(writers), held(copies))
+
+
+def test_a_constructor_that_fails_gives_sources_back():
+    """They are handed out once; whoever tries again gets exact masters all the same."""
+    weight = Parameter(torch.zeros(64, 32, dtype=torch.bfloat16))
+    norm = Parameter(torch.ones(32))
+    source = torch.randn(64, 32)
+    writer = Float8BlockWriter()
+    writer.prepare(weight)
+    writer.set_source(source.clone())
+    engine = Engine([(weight, writer)])
+    named = [("weight", weight), ("norm", norm)]
+    with pytest.raises(UserWarning, match="adamw_lr"):
+        muonloom.Muon(named, engine=engine)  # tests turn its warning into an error
+    opt = muonloom.Muon(named, engine=engine, adamw_lr=1e-3)
+    assert torch.equal(opt.get_full_parameter_master(weight), source)
+
+
+@pytest.mark.parametrize("placement", TRIED)
+def test_state_made_in_inference_mode_is_ordinary(placement: str):
+    named, opt = build(TRIED[placement])
+    writers = recorders(named)
+    with torch.inference_mode():
+        register(opt, named, writers)
+        opt.apply_to_masters(None, lambda master: master.mul_(2))
+        opt.load_state_dict(opt.state_dict())
+        opt.refresh_masters()
+    train(named, opt, 0, 1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_refreshing_from_weights_that_are_not_finite_changes_nothing(value: float):
+    named, opt = build("device")
+    train(named, opt, 0)
+    before = masters(opt, named)
+    name, parameter = named[0]
+    with torch.no_grad():
+        parameter.view(-1)[0] = value
+    with pytest.raises(ValueError, match=f"^{name}: got a weight with a NaN or an infinity"):
+        opt.refresh_masters()
+    assert_equal(before, masters(opt, named))

@@ -24,6 +24,7 @@ from experts.support import (
 from layout.tiny import fresh
 from muonloom.experts import Float8Experts
 from muonloom.experts.modules import IMPLEMENTATION
+from muonloom.experts.weights import ExpertWeight
 from muonloom.hollow import is_hollow
 from muonloom.math.float8 import decode_float8, encode_float8_
 from muonloom.writers import ExpertEngine, Writer
@@ -240,8 +241,17 @@ def test_reading_the_parameter_is_refused_by_name() -> None:
     assert NAME in repr(parameter)
 
 
+def test_detach_brings_back_what_was_attached_while_that_is_kept() -> None:
+    model = expert_model("qwen3_moe", torch.bfloat16)
+    before = copy.deepcopy(model.state_dict())
+    Float8Experts.attach(model).detach()
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
 def test_detach_brings_everything_back() -> None:
     model, engine, plain = twins("qwen3_moe", torch.bfloat16)
+    engine.drop_sources()
     logits = backward(model)
     kept = {name: (p, p.grad) for name, p in model.named_parameters()}
     module = model.model.layers[1].mlp.experts
@@ -430,3 +440,46 @@ def test_fp8_scales_that_are_not_one_a_block_are_refused() -> None:
     model["experts"].block_size = (128, 128)
     with pytest.raises(ValueError, match=r"experts\.gate_up_proj: got FP8 weights with scales"):
         Float8Experts.attach(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_loading_what_state_dict_gave_changes_no_byte(dtype):
+    """Quantizing rounded values anew would move scales, and make masters stale that are not."""
+    model, engine = attached("mixtral", dtype)
+    tensors = [tensor for _, writer in engine.named_writers() for tensor in writer.tensors()]
+    before = [(tensor.view(torch.uint8).clone(), tensor._version) for tensor in tensors]
+    model.load_state_dict(model.state_dict())
+    for tensor, (held, version) in zip(tensors, before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), held)
+        assert tensor._version == version
+
+
+def test_an_attach_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch) -> None:
+    model = expert_model("mixtral", torch.bfloat16)
+    before = copy.deepcopy(model.state_dict())
+    quantize, count = ExpertWeight.quantize_, 0
+
+    def fail_at_last(weight, values, **options):
+        nonlocal count
+        count += 1
+        if count == len(stacks(model)):
+            raise torch.OutOfMemoryError("planted")
+        quantize(weight, values, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertWeight, "quantize_", fail_at_last)
+        with pytest.raises(torch.OutOfMemoryError, match="planted"):
+            Float8Experts.attach(model)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    Float8Experts.attach(model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(value) -> None:
+    model = expert_model("mixtral")
+    name, parameter = next(reversed(stacks(model).items()))
+    parameter.data[1, 2, 3] = value
+    with pytest.raises(ValueError, match=rf"^{name}: got a weight with a NaN or an infinity"):
+        Float8Experts.attach(model)
+    assert type(parameter) is nn.Parameter

@@ -90,12 +90,24 @@ def test_a_master_that_is_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch)
         next(export_weights(model, optimizer))
 
 
-def test_a_step_in_between_is_an_error() -> None:
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_step_in_between_is_an_error(drained: bool) -> None:
     model, optimizer = trained("llama")
     exported = export_weights(model, optimizer)
     next(exported)
     optimizer.step()
-    with pytest.raises(RuntimeError, match="drain"):
+    if drained:
+        optimizer.drain()
+    with pytest.raises(RuntimeError, match="masters that changed between two tensors"):
+        next(exported)
+
+
+def test_changed_masters_in_between_are_an_error() -> None:
+    model, optimizer = trained("llama")
+    exported = export_weights(model, optimizer)
+    next(exported)
+    optimizer.apply_to_masters([next(model.parameters())], lambda master: master.mul_(2))
+    with pytest.raises(RuntimeError, match="masters that changed between two tensors"):
         next(exported)
 
 

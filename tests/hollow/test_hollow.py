@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from muonloom.hollow import hollow_, hollow_name, is_hollow, recast_, whole_
+from muonloom.hollow import hollow_, hollow_reason, is_hollow, recast_, whole_
 
 NAME, WHY = "block.weight", "Its values are on the host."
 REFUSED = (
@@ -91,7 +91,7 @@ def test_the_storage_is_gone_and_metadata_stays() -> None:
     assert weight.untyped_storage().nbytes() == 0
     assert weight.data_ptr() == 0
     assert is_hollow(weight)
-    assert hollow_name(weight) == NAME
+    assert hollow_reason(weight) == WHY
     assert isinstance(weight, nn.Parameter)
     assert (weight.shape, weight.dtype, weight.device.type) == ((3, 4), torch.bfloat16, "cpu")
     assert (weight.ndim, weight.numel(), weight.stride(), weight.nbytes) == (2, 12, (4, 1), 24)
@@ -161,7 +161,7 @@ def test_whole_brings_storage_and_class_back_to_the_same_object() -> None:
     weight.data.fill_(1.0)
     module(torch.ones(2, 4)).sum().backward()
     with pytest.raises(KeyError):
-        hollow_name(weight)
+        hollow_reason(weight)
     assert whole_(weight) is weight
     assert float(weight.detach().sum()) == 12
 

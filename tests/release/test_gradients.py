@@ -55,13 +55,19 @@ def test_views_of_a_bucket_stay_and_are_reported(attribute: str, dtype: torch.dt
 def test_gradients_that_are_alone_go() -> None:
     run = build("bf16", "device").step(0)
     run.give_gradients(1)
-    run["up"].main_grad = torch.zeros(24, 16)
+    run["up"].main_grad = main_grad = torch.ones(24, 16)
     run["norm"].grad = torch.zeros(16, dtype=torch.bfloat16)[None].squeeze(0)
     report = run.opt.release()
     assert "up" not in report.kept_gradients
     assert run["up"].grad is None
-    assert run["up"].main_grad is None
     assert run["transposed"].grad is None
+    # Somebody made it once and adds to it: it stays, without storage, and comes back empty.
+    assert run["up"].main_grad is main_grad
+    assert main_grad.untyped_storage().nbytes() == 0
+    with pytest.raises(RuntimeError, match=r"^up\.main_grad: "):
+        main_grad.add_(1)
+    run.opt.resume()
+    assert torch.equal(main_grad, torch.zeros(24, 16))
 
 
 @pytest.mark.parametrize("attribute", ["grad", "main_grad"])

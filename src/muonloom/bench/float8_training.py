@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, default=Path("configs/default.toml"))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--processes", type=int, default=1, help="Runs at a time.")
     parser.add_argument("--out", type=Path, default=Path("docs/device-weights.md"))
     parser.add_argument("--plot", type=Path, default=Path("docs/images/float8-experts.png"))

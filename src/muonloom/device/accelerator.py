@@ -144,8 +144,7 @@ class AcceleratorBackend:
         Raises:
             RuntimeError: the driver refuses: this memory is not pinned.
         """
-        for stream in self._raw.values():
-            stream.synchronize()
+        torch.accelerator.synchronize(self._device)  # also what went to streams of the caller
         error = self._call_runtime("cudaHostUnregister", memory.data_ptr())
         if error is not None:
             raise RuntimeError(f'Unpinning {memory.nbytes:,} bytes: "{error}" from the driver.')

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from muonloom.errors import complaint
-from muonloom.experts.weights import ExpertWeight, ExpertWriter
+from muonloom.experts.weights import ExpertWeight
+from muonloom.float8_writer import Float8BlockWriter
 from muonloom.hollow import whole_
 from muonloom.math.float8 import scale_shape
 
@@ -46,7 +47,7 @@ def adopt_float8(name: str, module: Any, projection: str, device: torch.device) 
     scales = module._parameters[f"{projection}_scale_inv"]
     data, scale_inv = parameter.detach().to(device), scales.detach().to(device)
     power_of_two = scale_inv.dtype == torch.float8_e8m0fnu
-    writer = ExpertWriter(
+    writer = Float8BlockWriter(
         tuple(module.block_size),
         scale_format="ue8m0" if power_of_two else "float32",
         data=data,
@@ -68,7 +69,7 @@ class AdoptedWeight(ExpertWeight):
         self,
         name: str,
         parameter: Parameter,
-        writer: ExpertWriter,
+        writer: Float8BlockWriter,
         module: Any,
         projection: str,
     ) -> None:

@@ -21,8 +21,8 @@ from muonloom.experts.modules import (
     projections,
     register_forward,
 )
-from muonloom.experts.weights import ExpertWeight, ExpertWriter, Workspace
-from muonloom.float8_writer import SCALE_DTYPES, ScaleFormat
+from muonloom.experts.weights import ExpertWeight, Workspace
+from muonloom.float8_writer import SCALE_DTYPES, Float8BlockWriter, ScaleFormat
 from muonloom.math.float8 import scale_shape
 
 WORKSPACE_BYTES = 64 << 20
@@ -70,24 +70,32 @@ class Float8Experts:
             ValueError: no expert module, one that is attached already, or a layout that is not supported;
                 nothing has changed then.
         """
+        Float8BlockWriter(block, scale_format=scale_format)  # refuses options
         found = find_experts(model)
         _check_weights(found)
         register_forward()
         stacks = [module._parameters[name] for _, module in found for name in projections(module)]
         largest = max(stack[0].numel() for stack in stacks if stack is not None)
         engine = cls(model, Workspace(workspace_bytes, largest))
-        for name, module in found:
-            weights = {}
-            for projection in projections(module):
-                weights[projection] = _take_up(
-                    _joined(name, projection),
-                    module,
-                    projection,
-                    device,
-                    block=block,
-                    scale_format=scale_format,
-                )
-            engine._add(module, weights)
+        weights: dict[str, ExpertWeight] = {}
+        try:
+            for name, module in found:
+                for projection in projections(module):
+                    weights[projection] = _take_up(
+                        _joined(name, projection),
+                        module,
+                        projection,
+                        device,
+                        block=block,
+                        scale_format=scale_format,
+                    )
+                engine._add(module, weights)
+                weights = {}
+        except BaseException:
+            for weight in weights.values():
+                weight.restore()
+            engine.detach()
+            raise
         return engine
 
     def _add(self, module: nn.Module, weights: dict[str, ExpertWeight]) -> None:
@@ -97,7 +105,7 @@ class Float8Experts:
         self._weights.update({weight.parameter: weight for weight in weights.values()})
 
     def detach(self) -> None:
-        """Bring the parameters back, dequantized in their dtype, with the modules' former class.
+        """Bring the parameters back, with the modules' former class: what they were, or dequantized.
 
         An optimizer that is bound to this engine cannot go on. Without effect the second time.
 
@@ -114,7 +122,7 @@ class Float8Experts:
         self._weights.clear()
         self._workspace.drop()
 
-    def named_writers(self) -> Iterator[tuple[Parameter, ExpertWriter]]:
+    def named_writers(self) -> Iterator[tuple[Parameter, Float8BlockWriter]]:
         """Yield each expert parameter with its writer: the same objects every time."""
         for parameter, weight in self._weights.items():
             yield parameter, weight.writer
@@ -246,7 +254,16 @@ def _take_up(
     if parameter.dtype == torch.float8_e4m3fn:
         return adopt_float8(name, module, projection, target)
     source = parameter.detach()
-    writer = ExpertWriter(
+    if not bool(torch.isfinite(source).all()):
+        raise ValueError(
+            complaint(
+                name,
+                got="a weight with a NaN or an infinity",
+                wanted="finite numbers: one would spoil its block",
+                remedy="Mend the weights first.",
+            )
+        )
+    writer = Float8BlockWriter(
         block,
         scale_format=scale_format,
         data=torch.empty(parameter.shape, dtype=torch.float8_e4m3fn, device=target),
@@ -255,8 +272,8 @@ def _take_up(
         ),
     )
     weight = ExpertWeight(name, parameter, writer)
-    weight.quantize_(source)
     writer.set_source(source.cpu())
+    weight.quantize_(source)
     del source
     weight.give_up_parameter(target)
     return weight

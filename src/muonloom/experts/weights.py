@@ -21,15 +21,6 @@ RELEASED_REMEDY = "It was released: call resume first."
 _ALIGNMENT = 256  # of GEMM inputs: libraries choose kernels by it
 
 
-class ExpertWriter(Float8BlockWriter):
-    """The writer of one stacked weight, which can be asked for what it keeps."""
-
-    @property
-    def source(self) -> Tensor | None:
-        """What the weight was made from, until it is taken."""
-        return self._source
-
-
 class Workspace:
     """One reusable buffer for each device and dtype, of a size that no number of experts changes."""
 
@@ -84,14 +75,15 @@ class ExpertWeight:
         writer: holds e4m3 numbers and scales, and until an optimizer takes it the source on the host.
     """
 
-    def __init__(self, name: str, parameter: Parameter, writer: ExpertWriter) -> None:
+    def __init__(self, name: str, parameter: Parameter, writer: Float8BlockWriter) -> None:
         self.name = name
         self.parameter = parameter
         self.writer = writer
 
     def restore(self) -> None:
-        """Bring the parameter back, with the dequantized weight in its dtype."""
-        values = self.dequantized()
+        """Bring the parameter back: what it was, while that is kept, or else the dequantized weight."""
+        source, dtype = self.writer.source, self.parameter.dtype
+        values = self.dequantized() if source is None else source.to(self.device, dtype)
         whole_(self.parameter).data = values
 
     @property
@@ -144,18 +136,31 @@ class ExpertWeight:
         out = torch.empty(shape, dtype=dtype or self.parameter.dtype, device=self.device)
         return self.decode_(range(shape[0]), out)
 
-    def quantize_(self, values: Tensor) -> None:
-        """Write `values`, shaped as the parameter, of any float dtype and device; an expert at a time."""
+    def quantize_(self, values: Tensor, *, unless_held: bool = False) -> None:
+        """Write `values`, shaped as the parameter, of any float dtype and device; an expert at a time.
+
+        Args:
+            values: of the weight.
+            unless_held: leave an expert as it is that dequantizes to these very values.
+        """
         self.check_present()
         with torch.no_grad():
             for expert in range(values.shape[0]):
                 rows = slice(expert, expert + 1)
-                master = values[rows].detach().to(self.device, torch.float32).contiguous()
-                self.writer.write(self.parameter, master, rows)
+                near = values[rows].detach().to(self.device).contiguous()
+                if unless_held and torch.equal(
+                    near, self.decode_([expert], torch.empty_like(near))
+                ):
+                    continue
+                self.writer.write(self.parameter, near.to(torch.float32), rows)
 
     def load_(self, values: Tensor) -> None:
-        """Write `values`, and keep them as the source where no optimizer has taken one yet."""
-        self.quantize_(values)
+        """Write `values`, and keep them as the source where no optimizer has taken one yet.
+
+        What `state_dict` gave is rounded to the parameter's dtype, and quantizing that anew would change
+        scales: loading it where it came from, or after an optimizer wrote the weight, changes nothing.
+        """
+        self.quantize_(values, unless_held=True)
         if self.writer.source is not None:
             self.writer.set_source(values.detach().to("cpu", copy=True))
 

@@ -39,6 +39,9 @@ from muonloom.math import float8_native
 _log = logging.getLogger(__name__)
 _Encode = Callable[[Tensor, Tensor, Tensor, bool], None]
 
+# Not the compiler's fault; and after the second kind nothing works.
+_DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+
 E4M3_MAX = 448.0
 _SMALLEST_NORMAL = 2.0**-126
 _LARGEST = torch.finfo(torch.float32).max

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _SOURCE = Path(__file__).with_name("float8.c")
 _FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-trapping-math", "-shared", "-fPIC")
 _ATTEMPTS: tuple[tuple[str, ...], ...] = (("-march=native", "-fopenmp"), ("-march=native",), ())
 _TIMEOUT_S = 60
+_LOCK = threading.RLock()  # streams are threads on some backends
 
 
 class Kernels:
@@ -68,8 +70,13 @@ def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-@functools.cache
 def _operators() -> Any:
+    with _LOCK:
+        return _defined()
+
+
+@functools.cache
+def _defined() -> Any:
     """Make the kernels operators of torch, so that dispatch modes (staging's checker) see what they touch.
 
     The address of the kernel is an argument.
@@ -116,9 +123,14 @@ def _sizes(scale_inv: Tensor) -> tuple[int, int]:
     return scale_inv.dtype.itemsize, torch.get_num_threads()
 
 
-@functools.cache
 def kernels() -> Kernels | None:
     """Return the compiled kernels, built at the first call of the process; None where that fails."""
+    with _LOCK:
+        return _kernels()
+
+
+@functools.cache
+def _kernels() -> Kernels | None:
     try:
         return Kernels(_loaded())
     except (OSError, subprocess.SubprocessError) as error:
