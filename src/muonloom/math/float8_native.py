@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -147,13 +148,13 @@ def _loaded() -> ctypes.CDLL:
         OSError: no compiler, or a library that cannot be loaded.
         subprocess.SubprocessError: the compiler failed in every way that was tried.
     """
-    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
-    if compiler is None:
-        raise FileNotFoundError("there is no C compiler (cc, or what CC names)")
+    words = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    if shutil.which(words[0]) is None:
+        raise FileNotFoundError(f"there is no C compiler ({words[0]}, by CC or its default)")
     with tempfile.TemporaryDirectory(prefix="muonloom-") as folder:
         library = Path(folder) / "float8.so"
         for attempt, flags in enumerate(_ATTEMPTS, 1):
-            command = [compiler, *_FLAGS, *flags, str(_SOURCE), "-o", str(library)]
+            command = [*words, *_FLAGS, *flags, str(_SOURCE), "-o", str(library)]
             try:
                 subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
                 return ctypes.CDLL(str(library))
