@@ -242,14 +242,14 @@ class StepCompute:
         self._used(self._schedule.units[unit].parts[part].parameter)
 
     def _used(self, parameter: int) -> None:
-        """Give the gradient back after its last use, where that was asked for."""
+        """Let go of the gradient after its last use, where it is to be given back."""
         if self._uses is None:
             return
         self._uses[parameter] -= 1
         bound = self._bounds[parameter]
         if self._uses[parameter] == 0 and bound is not None:
             self._gradients.pop(parameter, None)
-            bound.gradient = bound.parameter.grad = None
+            bound.gradient = None
 
     def _adamw(self, unit: int, pack: Pack) -> None:
         workspace = self._workspaces.of(pack.device)

@@ -71,6 +71,9 @@ class Engine:
         self._ahead = 0  # how many of the first tasks have been issued for the next step
         self._last_load = max((i for i, t in enumerate(schedule.tasks) if _is_load(t)), default=-1)
         self._ready = _last_writers(schedule)
+        self._readied: dict[int, list[int]] = {}
+        for parameter, task in self._ready.items():
+            self._readied.setdefault(task, []).append(parameter)
 
     @property
     def workspace_bytes(self) -> int:
@@ -140,8 +143,15 @@ class Engine:
             after()
             clock.enter("end")
 
+        def drop(index: int) -> None:
+            # By the caller's thread: torch does not bear two that set one gradient.
+            for parameter in self._readied.get(index, ()) if free_gradients else ():
+                bound = bounds[parameter]
+                if bound is not None:
+                    bound.parameter.grad = None
+
         try:
-            self._run(compute, record, clock, finish)
+            self._run(compute, record, clock, finish, drop)
         except BaseException as failure:
             self._recover(compute, failure)
             finish()
@@ -153,10 +163,12 @@ class Engine:
         record: StepRecord,
         clock: PhaseClock,
         finish: Callable[[], None],
+        drop: Callable[[int], None],
     ) -> None:
         if self._staging is None or self._backend is None:
-            for task in self.schedule.tasks:
+            for index, task in enumerate(self.schedule.tasks):
                 _do(compute, task, clock)
+                drop(index)
             finish()
             return
         self._compute = compute
@@ -175,6 +187,7 @@ class Engine:
                 self._wait(task, stream)
                 stream.submit(partial(_do, compute, task, clock), task.op.value)
                 self._events[index] = stream.record()
+                drop(index)
             elif task.op.stream == "store":
                 record.bytes_out += self._store(index, task, sources, present)
             elif index >= ahead or not self._staging.is_requested(task, sources, present):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,13 +81,16 @@ def test_gradients_are_freed_with_writers(placement: str, released: bool):
     writers = recorders(named)
     register(opt, named, writers)
     seen: list[int] = []
-    genuine = writers["gain"].write
 
-    def write(param: Tensor, master: Tensor, rows: slice) -> None:
-        seen.append(sum(p.grad is not None for _, p in named))
-        genuine(param, master, rows)
+    def watched(genuine: Callable[..., None]) -> Callable[..., None]:
+        def write(param: Tensor, master: Tensor, rows: slice) -> None:
+            seen.append(sum(p.grad is not None for _, p in named))
+            genuine(param, master, rows)
 
-    writers["gain"].write = write  # type: ignore[method-assign]
+        return write
+
+    for writer in writers.values():
+        writer.write = watched(writer.write)  # type: ignore[method-assign]
     for _, parameter in named:
         if released:
             release(parameter)

@@ -226,7 +226,7 @@ def test_plain_c_gives_the_bytes_of_the_vectorized_kernel(monkeypatch: pytest.Mo
         pytest.skip("no C compiler")
     monkeypatch.setattr(float8, "_COMPILE_NUMEL", 1)
     monkeypatch.setattr(float8_native, "_ATTEMPTS", ((),))
-    plain = float8_native.kernels.__wrapped__()
+    plain = float8_native._kernels.__wrapped__()
     assert plain is not None
     monkeypatch.setattr(float8_native, "kernels", lambda: plain)
     for _, master in kinds(5, 70):
@@ -251,10 +251,9 @@ def test_without_a_working_compiler_it_goes_on(
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
-    found = None if compiler == "none" else str(broken)
-    monkeypatch.setattr(float8_native.shutil, "which", lambda _: found)
+    monkeypatch.setenv("CC", "/nowhere/cc" if compiler == "none" else str(broken))
     with caplog.at_level(logging.INFO):
-        assert float8_native.kernels.__wrapped__() is None
+        assert float8_native._kernels.__wrapped__() is None
     assert len(caplog.records) == 1
     assert "without compiled kernels" in caplog.text
 

@@ -236,3 +236,16 @@ def test_in_device_placement_nothing_changes():
     train(twin, other, 2)
     for ours, theirs in zip(bits(net, opt), bits(twin, other), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_gradients_are_given_back_by_the_callers_thread():
+    """Torch does not bear two threads that set one gradient: late units set none."""
+    with on_backend(lambda: ThreadedBackend(delays=seeded_delays(0, 2e-3))):
+        torch.manual_seed(0)
+        net = Net().to(torch.bfloat16)
+        opt = muonloom.Muon(net.named_parameters(), placement=SLOTS, free_gradients=True, **OPTIONS)
+        with opt.overlap_forward(net):
+            for _ in range(3):
+                net(torch.arange(8)[None]).float().square().mean().backward()
+                opt.step()
+                assert all(parameter.grad is None for parameter in net.parameters())
