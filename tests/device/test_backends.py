@@ -508,6 +508,8 @@ class Runtime:
 def test_a_refused_pin_says_how_much_and_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     monkeypatch.setattr(torch, "ones", lambda *size, device: None)
     backend = AcceleratorBackend(CUDA)
     memory = torch.empty(12_288, dtype=torch.uint8)
@@ -517,6 +519,7 @@ def test_a_refused_pin_says_how_much_and_what_to_do(monkeypatch):
         backend.pin(memory)
     with pytest.raises(RuntimeError, match="12,288 bytes"):
         backend.unpin(memory)
+    assert waited == [CUDA]  # copies on the caller's stream may read that memory
 
 
 def test_other_accelerators_do_not_pin():
