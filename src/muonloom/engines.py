@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from muonloom.engine import Engine
 from muonloom.errors import complaint
 from muonloom.failures import refuse_released
 from muonloom.groups import Assignment
+from muonloom.handles import RemovableContext
 from muonloom.masters import MasterBook
 from muonloom.state import MASTER_KEYS, lasting
 from muonloom.weights import DeviceWeights, collect_writers
@@ -23,7 +23,7 @@ from muonloom.writers import ExpertEngine, Writer
 _installed: list[InstalledEngine] = []
 
 
-class InstalledEngine:
+class InstalledEngine(RemovableContext):
     """Ends an installation; as a context manager, on leaving."""
 
     def __init__(self, engine: ExpertEngine) -> None:
@@ -32,17 +32,6 @@ class InstalledEngine:
     def remove(self) -> None:
         """Have optimizers that are built from now on know nothing of the engine."""
         _installed[:] = [known for known in _installed if known is not self]
-
-    def __enter__(self) -> InstalledEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.remove()
 
 
 def install_expert_engine(engine: ExpertEngine) -> InstalledEngine:

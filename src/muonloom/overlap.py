@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,9 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from muonloom.assembly import Assembly
 from muonloom.errors import complaint
 from muonloom.groups import Assignment
+from muonloom.handles import RemovableContext
 
 
-class OverlapHandle:
+class OverlapHandle(RemovableContext):
     """Ends the overlap; as a context manager, on leaving."""
 
     def __init__(self, hooks: Iterable[RemovableHandle], end: Callable[[], None]) -> None:
@@ -27,17 +27,6 @@ class OverlapHandle:
         while self._hooks:
             self._hooks.pop().remove()
         self._end()
-
-    def __enter__(self) -> OverlapHandle:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.remove()
 
 
 def overlap_forward(
