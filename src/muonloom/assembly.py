@@ -326,4 +326,4 @@ def _reservations(plan: Plan, groups: Groups, *, store: Store) -> Iterator[Reser
 def _half_bytes(groups: Groups) -> int:
     """Return what `release` will need to keep BF16 weights that are half of their masters."""
     tensors = (tensor for group in groups for tensor in group["params"])
-    return sum(t.numel() * t.element_size() for t in tensors if t.dtype == torch.bfloat16)
+    return sum(t.nbytes for t in tensors if t.dtype == torch.bfloat16)

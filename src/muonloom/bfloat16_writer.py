@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muonloom.bits import rounds_to, rows_of
 from muonloom.errors import complaint
 from muonloom.hollow import is_released
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE_NUMEL = 1 << 22  # elements that `agrees` rounds at a time
 
 
 class BFloat16Writer:
@@ -68,7 +66,7 @@ class BFloat16Writer:
 
     def write(self, param: Tensor, master: Tensor, rows: slice) -> None:
         """Round `master`, FP32 shaped as ``param[rows]``, into these rows."""
-        _rows(self._target(param), rows).copy_(master)
+        rows_of(self._target(param), rows).copy_(master)
 
     def read(self, param: Tensor) -> Tensor:
         """Return the weight as a new FP32 tensor, shaped as `param`."""
@@ -85,24 +83,10 @@ class BFloat16Writer:
 
     def agrees(self, param: Tensor, master: Tensor) -> bool:
         """Return whether the weight is `master` (FP32, shaped as `param`) rounded, bit for bit."""
-        target = self._target(param)
-        integers = _INTEGERS[target.dtype.itemsize]
-        length = target.shape[0] if target.ndim else 1
-        step = max(1, _PIECE_NUMEL * length // max(1, target.numel()))
-        same = torch.ones((), dtype=torch.bool, device=target.device)
-        for start in range(0, length, step):
-            rows = slice(start, min(start + step, length))
-            held = _rows(target, rows)
-            rounded = torch.empty_like(held).copy_(_rows(master, rows))
-            same &= (rounded.view(integers) == held.view(integers)).all()
-        return bool(same)
+        return rounds_to(master, self._target(param))
 
     def _target(self, param: Tensor) -> Tensor:
         return (param if self.data is None else self.data).detach()
-
-
-def _rows(tensor: Tensor, rows: slice) -> Tensor:
-    return tensor.unsqueeze(0) if tensor.ndim == 0 else tensor[rows]
 
 
 def _require_storage(param: Tensor) -> None:

@@ -256,5 +256,5 @@ def _tell_of_own_masters(wide: Sequence[Tensor]) -> None:
             "Muon: %d FP32 parameters (%d bytes) are their own masters and stay on the device; only their "
             "momentum moves. Keep the model in BF16 to have masters on the host too.",
             len(wide),
-            sum(tensor.numel() * tensor.element_size() for tensor in wide),
+            sum(tensor.nbytes for tensor in wide),
         )

@@ -285,7 +285,7 @@ class Engine:
         self._wait(task, stream)
         stream.submit(work, task.op.value)
         self._events[index] = stream.record()
-        return sum(target.numel() * target.element_size() for target, _ in copies)
+        return sum(target.nbytes for target, _ in copies)
 
     # -- failures -----------------------------------------------------------------------------------
 

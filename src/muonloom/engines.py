@@ -16,7 +16,7 @@ from muonloom.failures import refuse_released
 from muonloom.groups import Assignment
 from muonloom.handles import RemovableContext
 from muonloom.masters import MasterBook
-from muonloom.state import MASTER_KEYS, lasting
+from muonloom.state import MASTER_KEYS, drop_master, lasting
 from muonloom.weights import DeviceWeights, collect_writers
 from muonloom.writers import ExpertEngine, Writer
 
@@ -182,8 +182,7 @@ class EngineBinding(Optimizer):
             state = self.state.get(param, {})
             if "master_weight" in state:
                 self._weights.return_source(param, state["master_weight"].to("cpu", copy=True))
-            for key in MASTER_KEYS:
-                state.pop(key, None)
+            drop_master(state)
 
     def _refuse_split(self, name: str, writer: Writer) -> None:
         if self._assembly.splits_masters and not isinstance(writer, BFloat16Writer):

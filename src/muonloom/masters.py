@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muonloom.bits import bits
 from muonloom.errors import StaleMasterError, complaint
 from muonloom.math import join_, low_halves, settle_ties_
-from muonloom.state import MASTER_KEYS, State, Store
+from muonloom.state import MASTER_KEYS, State, Store, drop_master
 from muonloom.transfers import storage_order
-from muonloom.weights import DeviceWeights, bits
+from muonloom.weights import DeviceWeights
 
 _SAMPLED_WORDS = 64
 _SUMMED_WORDS = 1 << 20
@@ -108,8 +109,7 @@ class MasterBook:
     def _take(self, parameter: Tensor, state: State, values: Tensor) -> None:
         self._expected.pop(parameter, None)
         if not self._weights.has_master(parameter):
-            for key in MASTER_KEYS:
-                state.pop(key, None)
+            drop_master(state)
             self._versions.pop(parameter, None)
             self._samples.pop(parameter, None)
             return
@@ -127,8 +127,7 @@ class MasterBook:
         self._samples.pop(parameter, None)
         self.changes += 1
         if master is None or not self._weights.has_master(parameter):
-            for key in MASTER_KEYS:
-                state.pop(key, None)
+            drop_master(state)
             return
         if self._is_split(parameter):
             low = self._kept(parameter, state, "master_low", torch.int16)

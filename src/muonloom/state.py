@@ -59,6 +59,12 @@ class Store(Protocol):
         """Return a tensor for the state `key` of `parameter`; without `zero`, of any content."""
 
 
+def drop_master(state: State) -> None:
+    """Have a state without a master, of either form."""
+    for key in MASTER_KEYS:
+        state.pop(key, None)
+
+
 def device_state(parameter: Tensor, key: str, dtype: torch.dtype) -> Tensor:
     """Return zeros where the parameter is, in its own memory format."""
     shape = () if key == "step" else tuple(parameter.shape)

@@ -46,7 +46,7 @@ class Transfer:
 
 def stage_piece(host: Tensor, memory: Tensor, buffer: Tensor, start: int) -> StagedPiece:
     """Lay `host`, in `memory`, out at byte `start` of `buffer`, densely and in its own storage's order."""
-    stop = start + host.numel() * host.element_size()
+    stop = start + host.nbytes
     flat = buffer[start:stop].view(host.dtype)
     device = flat.as_strided(host.shape, _dense_strides(host), flat.storage_offset())
     return StagedPiece(host=host, memory=memory, device=device, device_start=start, buffer=buffer)

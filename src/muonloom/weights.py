@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from muonloom.bfloat16_writer import BFloat16Writer
+from muonloom.bits import rounds_to
 from muonloom.cuts import write_atoms
 from muonloom.errors import complaint
 from muonloom.hollow import hollow_reason, is_hollow, is_released
@@ -273,8 +274,7 @@ class DeviceWeights:
         """Whether the weight has the very bytes that `master` gives; True where nobody can tell."""
         writer = self.writer(parameter)
         if writer is None:
-            weight = parameter.detach().to(master.device)
-            return torch.equal(bits(master.to(weight.dtype)), bits(weight))
+            return rounds_to(master, parameter.detach())
         return not hasattr(writer, "agrees") or bool(writer.agrees(parameter, master))
 
     def write(self, parameter: Tensor, master: Tensor) -> None:
@@ -340,12 +340,6 @@ def collect_writers(
                     )
                 )
     return found
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """Return the words of a tensor, which compare equal exactly where the bits are."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return tensor.view(words[tensor.element_size()])
 
 
 def _identities(writer: Writer) -> list[int]:

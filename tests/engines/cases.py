@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 import muonloom
 from engines.support import (
-    PLACEMENTS,
+    TRIED,
     Engine,
     Recorder,
     bits_of,
@@ -22,8 +22,6 @@ from engines.support import (
     release,
 )
 from staging.support import Named, give_gradients
-
-TRIED = {key: PLACEMENTS[key] for key in ("device", "tiny")}
 
 
 @dataclass

@@ -289,3 +289,27 @@ def row_ends(name: str, block_rows: int) -> set[int]:
         return {*range(0, length, block_rows), length}
     atoms = write_atoms(spec, shape, block_rows, name=name)
     return {row for own in atoms for atom in own for row in atom.rows}
+
+
+# -- engines of experts alone ---------------------------------------------------------------------
+
+EXPERTS = ("gate_up", "down")
+TRIED = {key: PLACEMENTS[key] for key in ("device", "tiny")}
+
+
+def engine_for(
+    named: Named, names: tuple[str, ...] = EXPERTS, **options: Any
+) -> tuple[Engine, dict[str, Recorder]]:
+    writers = {name: Recorder(name, p) for name, p in named if name in names}
+    return Engine([(p, writers[n]) for n, p in named if n in names], **options), writers
+
+
+def train(named: Named, opt: muonloom.Muon, *steps: int) -> None:
+    for step in steps:
+        give_gradients(named, step)
+        opt.step()
+    opt.drain()
+
+
+def bound_names(named: Named, opt: muonloom.Muon) -> set[str]:
+    return {name for name, p in named if opt._weights.writer(p) is not None}

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-import muonloom
 from engines.support import (
     PLACEMENTS,
     SHAPES,
     SPLIT,
+    TRIED,
     Engine,
     Recorder,
     assert_equal,
@@ -26,20 +26,11 @@ from engines.support import (
     register,
     release,
     run,
+    train,
 )
 from muonloom import BFloat16Writer, Float8BlockWriter
 from muonloom.device import SynchronousBackend, ThreadedBackend, seeded_delays
 from staging.support import Named, give_gradients, on_backend
-
-TRIED = {key: PLACEMENTS[key] for key in ("device", "tiny")}
-
-
-def train(named: Named, opt: muonloom.Muon, *steps: int) -> None:
-    for step in steps:
-        give_gradients(named, step)
-        opt.step()
-    opt.drain()
-
 
 # -- memory, gradients, overlap ---------------------------------------------------------------------
 

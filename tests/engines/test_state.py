@@ -22,8 +22,8 @@ from torch.nn import Parameter
 
 import muonloom
 from engines.support import (
-    PLACEMENTS,
     SHAPES,
+    TRIED,
     Blind,
     Engine,
     Recorder,
@@ -37,19 +37,12 @@ from engines.support import (
     register,
     release,
     run,
+    train,
 )
 from muonloom import Float8BlockWriter
 from staging.support import Named, everything, give_gradients
 
-TRIED = {key: PLACEMENTS[key] for key in ("device", "tiny")}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def train(named: Named, opt: muonloom.Muon, *steps: int) -> None:
-    for step in steps:
-        give_gradients(named, step)
-        opt.step()
-    opt.drain()
 
 
 def sources(named: Named) -> dict[str, Tensor]:

@@ -13,39 +13,21 @@ from torch.nn import Parameter
 
 import muonloom
 from engines.support import (
+    EXPERTS,
     PLACEMENTS,
-    Engine,
+    TRIED,
     Recorder,
     assert_equal,
     build,
+    engine_for,
     held,
     masters,
     model,
     run,
+    train,
 )
 from muonloom import BFloat16Writer, Float8BlockWriter, install_expert_engine
 from staging.support import Named, everything, give_gradients
-
-EXPERTS = ("gate_up", "down")
-TRIED = {key: PLACEMENTS[key] for key in ("device", "tiny")}
-
-
-def engine_for(
-    named: Named, names: tuple[str, ...] = EXPERTS, **options: Any
-) -> tuple[Engine, dict[str, Recorder]]:
-    writers = {name: Recorder(name, p) for name, p in named if name in names}
-    return Engine([(p, writers[n]) for n, p in named if n in names], **options), writers
-
-
-def train(named: Named, opt: muonloom.Muon, *steps: int) -> None:
-    for step in steps:
-        give_gradients(named, step)
-        opt.step()
-    opt.drain()
-
-
-def bound_names(named: Named, opt: muonloom.Muon) -> set[str]:
-    return {name for name, p in named if opt._weights.writer(p) is not None}
 
 
 def bound(placement: Any) -> tuple[Named, muonloom.Muon, dict[str, Recorder]]:

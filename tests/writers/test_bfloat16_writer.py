@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from muonloom import bfloat16_writer
+from muonloom import bits
 from muonloom.bfloat16_writer import BFloat16Writer
 from writers.contract import Case, WriterContract, write_all
 
@@ -53,7 +53,7 @@ def test_storage_is_the_tensor_given() -> None:
 
 
 def test_agreement_is_of_bits_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bfloat16_writer, "_PIECE_NUMEL", 16)
+    monkeypatch.setattr(bits, "_PIECE_NUMEL", 16)
     param = Parameter(torch.zeros(9, 8))
     writer = with_data(param)
     master = torch.randn(9, 8, generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from muonloom.bench.text import between_markers
+from muonloom.bench.text import write_between
 from muonloom.train.config_file import load_config
 from muonloom.train.logs import dump_json
 from muonloom.train.plots import plot_comparison
@@ -104,10 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.plot.with_suffix(".json").write_text(
         dump_json(found, indent=1) + "\n", encoding="utf-8"
     )
-    text = options.out.read_text(encoding="utf-8")
-    body = "\n".join(lines)
-    text = between_markers(text, body, begin=BEGIN, end=END, owner="--out")
-    options.out.write_text(text, encoding="utf-8")
+    write_between(options.out, lines, begin=BEGIN, end=END)
     return 0
 
 

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 import muonloom
 from muonloom.bench.machine import num_threads
-from muonloom.bench.text import between_markers
+from muonloom.bench.text import write_between
 
 SHAPE, COUNT, ROUNDS = (16, 1024, 1024), 4, 9
 BEGIN, END = "<!-- resume:begin -->", "<!-- resume:end -->"
@@ -105,10 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = markdown(found, master_bytes=master_bytes)
     print("\n".join(lines))
     if options.out is not None:
-        text = options.out.read_text(encoding="utf-8")
-        body = "\n".join(lines)
-        text = between_markers(text, body, begin=BEGIN, end=END, owner="--out")
-        options.out.write_text(text, encoding="utf-8")
+        write_between(options.out, lines, begin=BEGIN, end=END)
     return 0
 
 

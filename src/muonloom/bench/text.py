@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from muonloom.errors import complaint
 
@@ -32,3 +33,14 @@ def between_markers(text: str, content: str, *, begin: str, end: str, owner: str
             complaint(owner, got="no markers", wanted=f"{begin} ... {end}", remedy="Add both.")
         )
     return f"{head}{begin}\n\n{content}\n\n{end}{tail}"
+
+
+def write_between(page: Path, lines: Sequence[str], *, begin: str, end: str) -> None:
+    """Replace what stands between two markers of a page, which ``--out`` named, with these lines.
+
+    Raises:
+        ValueError: the markers are not there, in order.
+    """
+    text = page.read_text(encoding="utf-8")
+    text = between_markers(text, "\n".join(lines), begin=begin, end=end, owner="--out")
+    page.write_text(text, encoding="utf-8")

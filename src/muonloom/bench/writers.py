@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from muonloom.bench.machine import num_threads
-from muonloom.bench.text import between_markers
+from muonloom.bench.text import write_between
 from muonloom.bench.timing import Contender, Timing, interleave
 from muonloom.bfloat16_writer import BFloat16Writer
 from muonloom.float8_writer import Float8BlockWriter, ScaleFormat
@@ -119,12 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with num_threads(options.threads):
         shapes, rounds = (QUICK_SHAPES, 3) if options.quick else (SHAPES, ROUNDS)
-        table = "\n".join(markdown(shapes, rounds=rounds))
-    print(table)
+        table = markdown(shapes, rounds=rounds)
+    print("\n".join(table))
     if options.out is not None:
-        text = options.out.read_text(encoding="utf-8")
-        text = between_markers(text, table, begin=BEGIN, end=END, owner="--out")
-        options.out.write_text(text, encoding="utf-8")
+        write_between(options.out, table, begin=BEGIN, end=END)
 
 
 if __name__ == "__main__":

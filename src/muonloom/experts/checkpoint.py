@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonloom.errors import complaint
-from muonloom.experts.modules import Float8Module, shown_as
+from muonloom.experts.modules import Float8Module, shown_as, unfit
 from muonloom.experts.weights import ExpertWeight
 from muonloom.math.float8 import encode_float8_, scale_shape
 
@@ -34,7 +33,7 @@ def save_float8(
         RuntimeError: a weight is released.
     """
     if not hasattr(model, "save_pretrained"):
-        raise _unfit(
+        raise unfit(
             "model", type(model).__name__, "a model of Transformers", "Pass the inner model."
         )
     pairs = {
@@ -66,7 +65,7 @@ def _by_matrix(weight: ExpertWeight, *, gated: bool, module: Any) -> Pair:
     """
     weight.check_present()
     if module.is_transposed:
-        raise _unfit(
+        raise unfit(
             weight.name,
             "experts that are stored transposed",
             "one matrix (out, in) an expert, as DeepSeek has it",
@@ -105,7 +104,7 @@ def _check_blocks(weight: ExpertWeight, gated: bool) -> None:
     _, rows, columns = weight.parameter.shape
     for size, block in zip((rows // (1 + gated), columns), weight.writer.block, strict=True):
         if size > block and size % block:
-            raise _unfit(
+            raise unfit(
                 weight.name,
                 f"{size} rows or columns of a matrix in blocks of {block}",
                 "whole blocks, or one",
@@ -125,7 +124,7 @@ def _check_names(numbers: set[str], scales: Mapping[str, Tensor]) -> None:
         name for name, value in scales.items() if value.ndim != 2 or not name.endswith(".weight")
     ]
     if odd:
-        raise _unfit(
+        raise unfit(
             odd[0],
             "experts that this family stores together on disk",
             "one matrix an expert, as DeepSeek has it",
@@ -150,7 +149,3 @@ def _description(state: Mapping[str, Tensor], weight: ExpertWeight) -> dict[str,
     if weight.writer.storage.scale_inv.dtype == torch.float8_e8m0fnu:
         quantization["scale_fmt"] = "ue8m0"
     return quantization
-
-
-def _unfit(name: str, got: str, wanted: str, remedy: str) -> ValueError:
-    return ValueError(complaint(name, got=got, wanted=wanted, remedy=remedy))

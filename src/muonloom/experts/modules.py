@@ -61,10 +61,10 @@ def _is_stack(module: nn.Module, name: str) -> bool:
 
 def _check_module(name: str, module: nn.Module) -> None:
     if isinstance(module, Float8Module):
-        raise _unfit(name, "experts that are attached already", "plain ones", "Detach first.")
+        raise unfit(name, "experts that are attached already", "plain ones", "Detach first.")
     missing = [flag for flag in _FLAGS if not hasattr(module, flag)]
     if missing:
-        raise _unfit(
+        raise unfit(
             name,
             f"{type(module).__name__} without {', '.join(missing)}",
             "experts under Transformers' use_experts_implementation, whose flags tell the layout",
@@ -74,18 +74,19 @@ def _check_module(name: str, module: nn.Module) -> None:
         parameter = module._parameters.get(projection)
         if parameter is None or parameter.ndim != 3:
             got = "none" if parameter is None else f"shape {tuple(parameter.shape)}"
-            raise _unfit(
+            raise unfit(
                 f"{name}.{projection}", got, "(experts, rows, columns)", "Attach another model."
             )
         if parameter.is_meta:
             got, remedy = "a parameter on the meta device", "Load the weights first."
-            raise _unfit(f"{name}.{projection}", got, "values to quantize", remedy)
+            raise unfit(f"{name}.{projection}", got, "values to quantize", remedy)
         if not parameter.is_floating_point():
             got, remedy = str(parameter.dtype), "Load the checkpoint dequantized."
-            raise _unfit(f"{name}.{projection}", got, "float or FP8 weights", remedy)
+            raise unfit(f"{name}.{projection}", got, "float or FP8 weights", remedy)
 
 
-def _unfit(name: str, got: str, wanted: str, remedy: str) -> ValueError:
+def unfit(name: str, got: str, wanted: str, remedy: str) -> ValueError:
+    """Return the error about a module, or a weight, that the engine cannot hold or save."""
     return ValueError(complaint(name, got=got, wanted=wanted, remedy=remedy))
 
 
