@@ -79,9 +79,6 @@ class StateSaving(DeviceRelease):
 
         def restore(_: Optimizer) -> None:
             groups = self._groups_by_parameter()
-            for group in self.param_groups:
-                for key, value in self.defaults.items():
-                    group.setdefault(key, value)
             for param, saved in pairs:
                 if saved:
                     own, group = old.get(param, {}), groups[param]

@@ -14,6 +14,7 @@ from torch import Tensor
 from muonloom.config import is_number
 from muonloom.errors import complaint
 from muonloom.hollow import is_released
+from muonloom.layout import canonical_name
 
 State = dict[str, Tensor]
 
@@ -159,13 +160,16 @@ def aligned(
             name = entry["ns_compute_dtype"]
             entry["ns_compute_dtype"] = getattr(torch, name, name)
         entry.pop("param_names", None)
-        if "param_names" in theirs:
+        if "param_names" in ours:
             entry["param_names"] = names
         ordered.append(entry)
         for saved_id, name, parameter in zip(ids, names, ours["params"], strict=True):
             state = saved["state"].get(saved_id, {})
             options = {**ours, **entry, "params": None}
             known = state_dtypes(options, has_master=store.has_master(parameter))
+            # Torch's flattened form has an empty dictionary where nothing was saved.
+            state = {k: v for k, v in state.items() if k not in known or not _is_nothing(v)}
+            _refuse_flat_split(name, state)
             _check_state(name, parameter, state, known.keys())
             pairs.append((parameter, state))
     return {**saved, "param_groups": ordered}, pairs
@@ -175,6 +179,16 @@ def _ordered_ids(
     owner: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> tuple[list[Any], list[str]]:
     ids = list(theirs.get("params", ()))
+    if theirs.keys() <= {"params"}:
+        raise ValueError(
+            complaint(
+                owner,
+                got="a saved group without options",
+                wanted="the options that it was saved with",
+                remedy="Build the optimizer with the same groups, or save and load with "
+                "StateDictOptions(flatten_optimizer_state_dict=True).",
+            )
+        )
     # torch.optim.Muon knows one algorithm, and does not say so.
     if theirs.get("algorithm", "muon") != ours["algorithm"]:
         raise ValueError(
@@ -195,8 +209,14 @@ def _ordered_ids(
             )
         )
     saved_names, names = theirs.get("param_names"), ours.get("param_names")
+    if ids and all(isinstance(saved_id, str) for saved_id in ids):
+        # torch's tools for distributed checkpoints: names stand for numbers, in the order of this
+        # optimizer, while `param_names` are of the group as it was saved.
+        known = {canonical_name(saved_id) for saved_id in ids} == set(names or ())
+        saved_names = ids if known else None
     if saved_names is None or names is None:
-        return ids, [f"{owner}.params[{i}]" for i in range(len(ids))]
+        return ids, list(names or [f"{owner}.params[{i}]" for i in range(len(ids))])
+    saved_names = [canonical_name(name) for name in saved_names]
     if set(saved_names) != set(names):
         odd = sorted(set(saved_names) ^ set(names))[0]
         raise ValueError(
@@ -209,6 +229,24 @@ def _ordered_ids(
         )
     by_name = dict(zip(saved_names, ids, strict=True))
     return [by_name[name] for name in names], list(names)
+
+
+def _refuse_flat_split(name: str, state: Mapping[str, Any]) -> None:
+    """Refuse what torch's flattened form makes of split masters: it asks for the key that is kept."""
+    if _is_nothing(state.get("master_low")):
+        raise ValueError(
+            complaint(
+                name,
+                got="torch's flattened form of a state dictionary, for split masters",
+                wanted="one that is not flattened: it has no place for their whole masters",
+                remedy="Use StateDictOptions(flatten_optimizer_state_dict=False), or "
+                "muonloom.checkpoint.",
+            )
+        )
+
+
+def _is_nothing(value: Any) -> bool:
+    return isinstance(value, dict) and not value
 
 
 def _check_state(name: str, parameter: Tensor, state: Mapping[str, Any], known: Set[str]) -> None:
