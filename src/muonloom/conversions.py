@@ -23,20 +23,21 @@ class Conversion:
 
     Attributes:
         sources: names in the model.
-        outputs: names in the file, in the order in which `convert` gives them: of all, or of each expert.
+        outputs: names in the file and shapes, in the order in which `convert` gives them: of all, or of
+            each expert.
         by_expert: whether each index of dimension 0 is converted by itself.
         computes: whether there is anything to compute; else only the name changes.
     """
 
     sources: tuple[str, ...]
-    outputs: tuple[tuple[str, ...], ...]
+    outputs: tuple[Mapping[str, torch.Size], ...]
     by_expert: bool = False
     computes: bool = False
 
     @classmethod
-    def rename(cls, source: str, output: str) -> Conversion:
+    def same(cls, name: str, shape: torch.Size) -> Conversion:
         """Return the one of a tensor that stays as it is."""
-        return cls(sources=(source,), outputs=((output,),))
+        return cls(sources=(name,), outputs=({name: shape},))
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -162,15 +163,20 @@ class _Part:
         self.sources |= other.sources
         self.outputs |= other.outputs
 
+    def shapes(self, names: Iterable[str] | None = None) -> dict[str, torch.Size]:
+        """Return the shapes of these outputs (None: of all)."""
+        chosen = self.outputs if names is None else names
+        return {name: torch.Size(self.outputs[name].shape) for name in chosen}
+
 
 def _conversion(part: _Part, shapes: Mapping[str, torch.Size], convert: Convert) -> Conversion:
     sources = tuple(name for name in shapes if name in part.sources)
     if not any(traced.was_computed for traced in part.outputs.values()):
-        return Conversion(sources=sources, outputs=(tuple(part.outputs),))
+        return Conversion(sources=sources, outputs=(part.shapes(),))
     by_expert = _by_expert(part, shapes[sources[0]], convert) if len(sources) == 1 else None
     return Conversion(
         sources=sources,
-        outputs=by_expert or (tuple(part.outputs),),
+        outputs=by_expert or (part.shapes(),),
         by_expert=by_expert is not None,
         computes=True,
     )
@@ -178,19 +184,17 @@ def _conversion(part: _Part, shapes: Mapping[str, torch.Size], convert: Convert)
 
 def _by_expert(
     part: _Part, shape: torch.Size, convert: Convert
-) -> tuple[tuple[str, ...], ...] | None:
-    """Return the names of each expert of a stack (E, ...), or None where they are not made one by one."""
+) -> tuple[Mapping[str, torch.Size], ...] | None:
+    """Return the outputs of each expert of a stack (E, ...), or None where they are not made one by one."""
     count = shape[0] if len(shape) > 2 else 0
-    experts = _names_by_number(list(part.outputs), count)
+    experts = [part.shapes(names) for names in _names_by_number(list(part.outputs), count)]
     if not experts:
         return None
     (source,) = part.sources
     first = convert({source: _Traced.of(source, torch.Size([1, *shape[1:]]))})
-    alike = all(
-        [part.outputs[name].shape for name in names] == [tensor.shape for _, tensor in first]
-        for names in experts
-    )
-    return experts if alike and [name for name, _ in first] == list(experts[0]) else None
+    shapes = [tensor.shape for _, tensor in first]
+    alike = all(list(shapes_of.values()) == shapes for shapes_of in experts)
+    return tuple(experts) if alike and [name for name, _ in first] == list(experts[0]) else None
 
 
 def _names_by_number(names: list[str], count: int) -> tuple[tuple[str, ...], ...]:

@@ -10,8 +10,7 @@ import json
 import tomllib
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from muonloom.errors import ConfigError, complaint
 from muonloom.layout import Kind, Layout
+from muonloom.meta_models import bad, build_on_meta, make_config, parse_file, read_fields
 
-# Published model types whose modules are those of another type.
-_SAME_MODULES = {"kimi_k2": "deepseek_v3"}
 _FLOAT32_BYTES = 4
 _FILE_WIDTH = 160
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -144,8 +141,8 @@ def inspect_model(target: Path | str | Any, *, settings: HeadSettings | None = N
     if isinstance(target, Path | str):
         source = str(target)
         fields, settings = _read(Path(target), settings)
-        target = _transformers_config(fields, source)
-    model = _build_on_meta(target, source)
+        target = make_config(fields, source)
+    model = build_on_meta(target, source)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         layout = Layout.from_model(
@@ -284,18 +281,15 @@ def _total(model: nn.Module, layout: Layout, state: StateSettings) -> Totals:
 
 def _read(path: Path, settings: HeadSettings) -> tuple[dict[str, Any], HeadSettings]:
     """Return the fields of a model's config, and the settings with a TOML's own filled in."""
-    if path.is_dir():
-        path = path / "config.json"
-    if path.suffix != ".toml":
-        return _read_json(path), settings
-    table = _parse(path, tomllib.loads, "a training TOML")
+    if path.is_dir() or path.suffix != ".toml":
+        return read_fields(path), settings
+    table = parse_file(path, tomllib.loads, "a training TOML")
     model, optim = table.get("model", {}), table.get("optim", {})
     config = model.get("config", model.get("directory"))
     if isinstance(config, str):
-        where = Path(config)
-        config = _read_json(where / "config.json" if where.is_dir() else where)
+        config = read_fields(Path(config))
     if not isinstance(config, dict):
-        raise _bad(f"{path}: model", "no config and no directory", "one of the two")
+        raise bad(f"{path}: model", "no config and no directory", "one of the two")
     dtype = {"dtype": model["dtype"]} if "dtype" in model else {}
     return {**config, **dtype}, _merge(settings, optim)
 
@@ -311,72 +305,3 @@ def _merge(settings: HeadSettings, optim: Mapping[str, Any]) -> HeadSettings:
         cut_output=settings.cut_output or bool(optim.get("cut_output")),
         overrides=settings.overrides or optim.get("overrides", {}),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    fields = _parse(path, json.loads, "a model's config.json")
-    if not isinstance(fields, dict):
-        raise _bad(str(path), f"a {type(fields).__name__}", "a JSON object")
-    return fields
-
-
-def _parse(path: Path, parse: Any, wanted: str) -> Any:
-    try:
-        return parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _bad(str(path), error.strerror, wanted) from None
-    except ValueError as error:  # JSON, TOML and UTF-8 errors alike
-        raise _bad(str(path), str(error), wanted) from None
-
-
-def _transformers_config(fields: dict[str, Any], source: str) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    model_type = fields.get("model_type")
-    kind = _SAME_MODULES.get(str(model_type), model_type)
-    if kind not in CONFIG_MAPPING:
-        raise _bad(
-            f"{source}: model_type", repr(model_type), "a type that the installed Transformers has"
-        )
-    rest = {key: value for key, value in fields.items() if key not in ("model_type", "auto_map")}
-    try:
-        with _quiet():
-            return CONFIG_MAPPING[kind](**rest)
-    except Exception as error:  # values are checked by several libraries' own exception types
-        raise _bad(source, _first_line(error), f"values that {kind} admits") from None
-
-
-def _build_on_meta(config: Any, source: str) -> nn.Module:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
-
-    auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
-    try:
-        with _quiet(), torch.device("meta"):
-            model: nn.Module = auto.from_config(
-                config, trust_remote_code=False, dtype=config.dtype or torch.float32
-            )
-    except Exception as error:  # values that do not fit together fail in the model's own code
-        raise _bad(source, _first_line(error), "values that make a model") from None
-    return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Transformers from logging advice that concerns generation and weights."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2])[:300] if lines else type(error).__name__
-
-
-def _bad(name: str, got: object, wanted: str) -> ConfigError:
-    return ConfigError(complaint(name, got=got, wanted=wanted, remedy="Correct the file."))

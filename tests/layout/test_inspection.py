@@ -233,13 +233,13 @@ def test_nothing_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     from muonloom import inspection
 
     built: list[nn.Module] = []
-    original = inspection._build_on_meta
+    original = inspection.build_on_meta
 
     def keep(config: Any, source: str) -> nn.Module:
         built.append(original(config, source))
         return built[-1]
 
-    monkeypatch.setattr(inspection, "_build_on_meta", keep)
+    monkeypatch.setattr(inspection, "build_on_meta", keep)
     inspect_model(_config(tmp_path, "mixtral"))
     assert all(parameter.device == torch.device("meta") for parameter in built[0].parameters())
 
