@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,9 @@ from muonloom.errors import complaint
 from muonloom.groups import Assignment
 from muonloom.host import Reservation, SlabStore
 from muonloom.plan import Plan
-from muonloom.schedule import resident_schedule, staged_schedule
+from muonloom.schedule import default_slot_bytes, resident_schedule, staged_schedule
+from muonloom.segments import SnapshotTensor
+from muonloom.snapshot import Snapshot
 from muonloom.staging import Source
 from muonloom.state import State, Store, device_state, kept_dtypes
 from muonloom.weights import DeviceWeights
@@ -67,6 +69,7 @@ class Assembly:
         self._key: tuple[Any, ...] = ()
         self._mappings: tuple[Groups, Mapping[Tensor, Assignment], States] = ((), {}, {})
         self._slab_version = 0
+        self._snapshot: Snapshot | None = None
 
     @property
     def splits_masters(self) -> bool:
@@ -114,15 +117,55 @@ class Assembly:
     def give_back(self) -> None:
         """Let go of slots, rooms, workspaces and events; the next `update` makes them again."""
         self.settle()
+        self.finish_reading()
         self._engine = None
+
+    def snapshot(self, tensors: Sequence[SnapshotTensor], extra_bytes: int | None) -> Snapshot:
+        """Return the present state as a snapshot, which steps respect from now on.
+
+        Args:
+            tensors: of the state, their parameters numbered as the plan's.
+            extra_bytes: room for copies; None: two slots of host placement, or what "auto" takes for them.
+        """
+        self.finish_reading()
+        engine = self._engine
+        if extra_bytes is None:
+            slot_bytes = engine.schedule.slot_bytes if engine is not None else 0
+            extra_bytes = 2 * (slot_bytes or default_slot_bytes(self._home))
+        self._snapshot = Snapshot(
+            tensors,
+            None if engine is None else engine.schedule,
+            is_staged=self.host is not None,
+            backend=self._streams,
+            extra_bytes=extra_bytes,
+        )
+        if engine is not None:
+            engine.snapshot = self._snapshot
+        return self._snapshot
+
+    def finish_reading(self) -> None:
+        """Wait until no save reads the state: somebody is about to change it other than by a step."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
+            self._snapshot = None
+        if self._engine is not None:
+            self._engine.snapshot = None
+
+    @property
+    def _home(self) -> torch.device:
+        groups, _, _ = self._mappings
+        return next((p.device for group in groups for p in group["params"]), self._device)
+
+    @property
+    def _streams(self) -> Backend:
+        """The device's streams, also where no engine needs them."""
+        return self._backend or self._make_backend(self._home)
 
     @property
     def parking(self) -> SlabStore:
         """Host memory for what lives on the device between releases; kept from one to the next."""
         if self._parking is None:
-            groups, _, _ = self._mappings
-            home = next((p.device for group in groups for p in group["params"]), self._device)
-            backend = self._backend or self._make_backend(home)
+            backend = self._streams
             self._parking = SlabStore(pin=backend.pin, unpin=backend.unpin)
         return self._parking
 
@@ -185,6 +228,7 @@ class Assembly:
 
     def quiesce(self) -> None:
         """Stop all movement before state is loaded, which is the cure for whatever has failed."""
+        self.finish_reading()
         if self._engine is not None:
             with contextlib.suppress(Exception):
                 self._engine.settle()
@@ -194,6 +238,7 @@ class Assembly:
         self, groups: Groups, assignments: Mapping[Tensor, Assignment], states: States
     ) -> None:
         host = self.host
+        self.finish_reading()
         if host is None:
             plan = plan_of(groups, assignments, self._weights, ns_batch_bytes=self._ns_batch_bytes)
             self._plan = plan

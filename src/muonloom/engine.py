@@ -15,6 +15,7 @@ from muonloom.device import Backend, Event, Stream
 from muonloom.places import ResidentPlaces, StagedPlaces
 from muonloom.plan import Plan
 from muonloom.schedule import Op, Schedule, Task
+from muonloom.snapshot import Snapshot
 from muonloom.staging import Source, Staging
 from muonloom.state import storage_bytes
 from muonloom.telemetry import PhaseClock, StepRecord
@@ -28,6 +29,7 @@ class Engine:
 
     Attributes:
         schedule: what it runs.
+        snapshot: what a save still reads of the state; asked before parts of a task change what lasts.
 
     Args:
         plan: of the step.
@@ -52,6 +54,7 @@ class Engine:
         overlaps_forward: bool = False,
     ) -> None:
         self.schedule = schedule
+        self.snapshot: Snapshot | None = None
         self._torn = torn
         self._plan = plan
         self._backend = backend
@@ -167,6 +170,9 @@ class Engine:
     ) -> None:
         if self._staging is None or self._backend is None:
             for index, task in enumerate(self.schedule.tasks):
+                if self.snapshot is not None and task.unit >= 0:
+                    clock.enter("save")
+                    self.snapshot.before_write(index, compute.present_parts(task.unit))
                 _do(compute, task, clock)
                 drop(index)
             finish()
@@ -185,6 +191,7 @@ class Engine:
                 if task.waits and not self._overlaps_forward:
                     clock.enter("wait")
                 self._wait(task, stream)
+                self._wait_for_save(index, stream, present)
                 stream.submit(partial(_do, compute, task, clock), task.op.value)
                 self._events[index] = stream.record()
                 drop(index)
@@ -253,6 +260,12 @@ class Engine:
             if event is not None:
                 stream.wait(event)
 
+    def _wait_for_save(self, index: int, stream: Stream, parts: frozenset[int]) -> None:
+        if self.snapshot is not None:
+            copied = self.snapshot.before_write(index, parts)
+            if copied is not None:
+                stream.wait(copied)
+
     def _load(self, index: int, task: Task, sources: Sources, parts: frozenset[int]) -> int:
         """Issue a load; return its bytes."""
         assert self._staging is not None
@@ -261,7 +274,9 @@ class Engine:
 
     def _store(self, index: int, task: Task, sources: Sources, parts: frozenset[int]) -> int:
         """Issue a store; return its bytes."""
+        assert self._backend is not None
         assert self._staging is not None
+        self._wait_for_save(index, self._backend.stream(task.op.stream), parts)
         moves = self._staging.dismiss(task, sources, parts)
         return self._move(index, task, [(move.host, move.device) for move in moves])
 
@@ -296,6 +311,8 @@ class Engine:
         """
         if self._backend is not None and self._staging is not None:
             self._backend.settle()
+            if self.snapshot is not None:
+                self.snapshot.wait()  # what is brought home now was not asked for as a store
             for unit, part, target, source in self._staging.unsaved():
                 try:
                     target.copy_(source)

@@ -143,6 +143,7 @@ class EngineBinding(Optimizer):
             self._refuse_split(self._assignment(param).name, writer)
         refuse_released(self._released.values(), "a new writer")
         self._assembly.settle()
+        self._assembly.finish_reading()
         had: dict[Tensor, Tensor] = {}
         for param in pairs:
             state = self.state.get(param, {})

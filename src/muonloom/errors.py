@@ -11,6 +11,10 @@ class StaleMasterError(RuntimeError):
     """A weight was written from outside, so that its FP32 master no longer describes it."""
 
 
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message leads with the file or the parameter."""
+
+
 def complaint(name: str, *, got: object, wanted: object, remedy: str) -> str:
     """Return one line that leads with the parameter's (or option's) name."""
     return f"{name}: got {got}; wanted {wanted}. {remedy}"

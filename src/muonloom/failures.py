@@ -44,12 +44,12 @@ def refuse_overflow(weights: Mapping[str, Sequence[Tensor]]) -> None:
 
 
 def refuse_torn(names: Sequence[str]) -> None:
-    """Raise a RuntimeError if a failed step left weights or state half written."""
+    """Raise a RuntimeError if a failed step, or load, left weights or state half written."""
     if names:
         raise RuntimeError(
             complaint(
                 _first(names),
-                got="a weight that a failed step left half written",
+                got="a weight that a failed step or load left half written",
                 wanted="whole weights and state",
                 remedy="Load the model and this optimizer from a checkpoint.",
             )

@@ -263,6 +263,19 @@ class MasterBook:
             low_halves(values.cpu(), state["master_low"])
         self.rewrite(parameter, values)
 
+    def renew(self, parameter: Tensor, state: State, *, is_settled: bool) -> None:
+        """Take a whole master that was written in place, and write the weight from it.
+
+        Args:
+            parameter: whose it is.
+            state: holds it.
+            is_settled: whether it was a BF16 weight's before, and so is off the ties.
+        """
+        master = state["master_weight"]
+        if parameter.dtype == torch.bfloat16 and not is_settled:
+            settle_ties_(master)
+        self.rewrite(parameter, master)
+
     def rewrite(self, parameter: Tensor, master: Tensor) -> None:
         """Write the weight from its master, and remember that they agree."""
         self._weights.write(parameter, master)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from muonloom.assembly import Assembly
 from muonloom.binding import announce, bind, only_makes_state
 from muonloom.bound import Bound
+from muonloom.by_name import StateByName
 from muonloom.compute import adamw_squares
 from muonloom.config import HostPlacement, check_options
 from muonloom.device import Backend, backend_for
@@ -38,7 +39,6 @@ from muonloom.guard import SkipPolicy, inspect_gradients
 from muonloom.layout import Layout
 from muonloom.masters import MasterBook
 from muonloom.overlap import OverlapHandle, overlap_forward
-from muonloom.saving import StateSaving
 from muonloom.state import StateByParameter, ensure_state
 from muonloom.telemetry import PhaseClock, Squares, StepRecord, StepReport
 from muonloom.weights import DeviceWeights
@@ -49,7 +49,7 @@ _log = logging.getLogger("muonloom")
 _GROUP_ONLY = frozenset({"params", "param_names", "algorithm"})
 
 
-class Muon(StateSaving):
+class Muon(StateByName):
     """Muon for matrices, AdamW for everything else, in one optimizer.
 
     Each matrix ``W`` (m, n) with gradient ``G`` takes, in FP32 but for the iteration::

@@ -112,6 +112,7 @@ class DeviceRelease(MasterAccess):
         self.drain()
         refuse_torn(self._assembly.torn)
         chosen = self._chosen(params)
+        self._assembly.finish_reading()
         with lasting():
             return self._release(chosen, model if weights else None, weights=weights)
 
@@ -185,6 +186,7 @@ class DeviceRelease(MasterAccess):
         back = {param: self._gone[param] for param in chosen if param in self._gone}
         if len(chosen) == len(self._released):
             back |= {tensor: found for tensor, found in self._gone.items() if tensor not in back}
+        self._assembly.finish_reading()
         with lasting():
             for param in chosen:
                 restore_gradient(param)

@@ -86,6 +86,7 @@ class MasterAccess(EngineBinding):
         refuse_released(self._released.values(), "refresh_masters()")
         self._weights.check(chosen)
         self._assembly.settle()
+        self._assembly.finish_reading()
         with lasting():
             for param, name in chosen.items():
                 refuse_unusable(name, self._weights.read(param), param.shape)
@@ -115,6 +116,7 @@ class MasterAccess(EngineBinding):
         self.drain()
         refuse_torn(self._assembly.torn)
         self._weights.check(chosen)
+        self._assembly.finish_reading()
         with lasting():
             for param, name in chosen.items():
                 self._masters.check(name, param, self.state.get(param, {}))

@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from muonloom.dependencies import Access, add_waits
 from muonloom.errors import complaint
 from muonloom.host import padded
@@ -238,6 +240,11 @@ def _compute(w: int, work: Batch | Pack, units: Sequence[int]) -> Iterator[Task]
     yield from (Task(op=Op.UPDATE, work=w, unit=unit) for unit in units)
 
 
+def default_slot_bytes(device: torch.device) -> int:
+    """Return the least size of a slot that "auto" takes on a device."""
+    return _SLOT_BYTES.get(device.type, _DEFAULT_SLOT_BYTES)
+
+
 # -- units ------------------------------------------------------------------------------------------
 
 
@@ -253,7 +260,7 @@ def _slot_size(
     for work in works:
         parts = work.parts
         sizes += [max(_part_bytes(part, staged)) for part in parts]
-        sizes.append(_SLOT_BYTES.get(work.device.type, _DEFAULT_SLOT_BYTES))
+        sizes.append(default_slot_bytes(work.device))
         if isinstance(work, Batch):
             # What does not fit all slots but one cannot be loaded while the batch is iterated.
             masters = sum(_part_bytes(part, staged)[0] for part in parts)

@@ -13,6 +13,7 @@ import muonloom
 PUBLIC = [
     "BFloat16Writer",
     "BlockSpec",
+    "CheckpointError",
     "ConfigError",
     "ExpertEngine",
     "Float8BlockWriter",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from muonloom.device.accelerator import AcceleratorBackend
-from muonloom.device.backend import Backend, Event, Stream
+from muonloom.device.backend import Backend, Event, HostWorker, Stream
 from muonloom.device.cpu import SynchronousBackend, ThreadedBackend, seeded_delays
 
 __all__ = [
     "AcceleratorBackend",
     "Backend",
     "Event",
+    "HostWorker",
     "Stream",
     "SynchronousBackend",
     "ThreadedBackend",

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from muonloom.device.backend import Event, Stream
+from muonloom.device.backend import Event, HostWorker, Stream
+from muonloom.device.cpu import HostThread
 from muonloom.errors import complaint
 
 
@@ -75,6 +76,23 @@ class AcceleratorStream:
         tensor.record_stream(self._raw())
 
 
+class _DeviceThread(HostThread):
+    """A thread of the host, whose operations on tensors of the device go to a stream of their own."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        super().__init__(name)
+        self._raw = torch.Stream(device)
+
+    def submit(self, work: Callable[[], None], label: str) -> None:
+        super().submit(partial(_inside, self._raw, work), label)
+
+
+def _inside(raw: torch.Stream, work: Callable[[], None]) -> None:
+    with raw:
+        work()
+    raw.synchronize()  # the thread's events are the host's
+
+
 class AcceleratorBackend:
     """One CUDA or ROCm device. For calls from one thread."""
 
@@ -103,6 +121,10 @@ class AcceleratorBackend:
             self._raw[name] = raw
             self._streams[name] = AcceleratorStream(name, self._points, lambda: raw)
         return self._streams[name]
+
+    def thread(self, name: str) -> HostWorker:
+        """Return a new thread; what it does on the device goes to a stream beside all others."""
+        return _DeviceThread(name, self._device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy `source` to `target`, of the same shape, on torch's current stream.

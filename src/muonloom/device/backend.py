@@ -44,6 +44,17 @@ class Stream(Protocol):
         """Hold back all work submitted from now on until `event` is done."""
 
 
+class HostWorker(Stream, Protocol):
+    """A stream of host work in a thread of its own, beside all others."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether submitted work has failed; what comes after it is dropped."""
+
+    def finish(self) -> BaseException | None:
+        """Wait until all work is done, or dropped after a failure; end; return the first failure."""
+
+
 class Backend(Protocol):
     """One device. Streams and pinned memory are made once and kept until `close`."""
 
@@ -52,6 +63,9 @@ class Backend(Protocol):
 
     def stream(self, name: str) -> Stream:
         """Return the stream of that name, made at the first call."""
+
+    def thread(self, name: str) -> HostWorker:
+        """Return a new thread of the host; `settle` neither waits for it nor returns its failures."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy between host and device inside submitted work, without blocking the host where it can."""

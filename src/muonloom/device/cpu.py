@@ -111,6 +111,10 @@ class SynchronousBackend:
             self._streams[name] = SynchronousStream(name)
         return self._streams[name]
 
+    def thread(self, name: str) -> HostThread:
+        """Return a new thread."""
+        return HostThread(name)
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy `source` to `target`, of the same shape."""
         target.copy_(source)
@@ -242,6 +246,26 @@ class WorkerStream:
         """Do nothing: on a CPU, work holds what it reads."""
 
 
+class HostThread(WorkerStream):
+    """A thread beside all streams, with failures of its own, until `finish` or the last reference."""
+
+    def __init__(self, name: str, *, delays: Delays | None = None) -> None:
+        self._breaker = _Breaker()
+        super().__init__(name, self._breaker, Link(None), delays)
+        weakref.finalize(self, self.queue.put, None).atexit = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether work has failed."""
+        return self._breaker.tripped
+
+    def finish(self) -> BaseException | None:
+        """Wait until all work is done, or dropped after a failure; end; return the first failure."""
+        self.queue.put(None)
+        self.thread.join()
+        return self._breaker.reset()
+
+
 class ThreadedBackend:
     """A CPU whose streams are threads, so that a schedule meets real concurrency. For tests and benchmarks.
 
@@ -281,6 +305,10 @@ class ThreadedBackend:
             self._queues.append(stream.queue)
             self._streams[name] = stream
         return self._streams[name]
+
+    def thread(self, name: str) -> HostThread:
+        """Return a new thread, with delays of its own."""
+        return HostThread(name, delays=self._delays)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy `source` to `target`, of the same shape, at the rate of the stream that this runs on."""

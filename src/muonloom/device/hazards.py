@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from muonloom.device.backend import Backend, Event, Stream
+from muonloom.device.backend import Backend, Event, HostWorker, Stream
 from muonloom.device.history import Clock, Hazard, History, Line, Signature, tensors_in
 
 
@@ -84,6 +84,10 @@ class CheckedBackend:
         if name not in self._streams:
             self._streams[name] = _CheckedStream(self._inner.stream(name), self, self._line(name))
         return self._streams[name]
+
+    def thread(self, name: str) -> HostWorker:
+        """Return a checked thread: a line of its own."""
+        return _CheckedThread(self._inner.thread(name), self, self._line(name))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy by the wrapped backend."""
@@ -157,6 +161,21 @@ class _CheckedStream:
 
     def uses(self, tensor: Tensor) -> None:
         self._inner.uses(tensor)
+
+
+class _CheckedThread(_CheckedStream):
+    def __init__(self, inner: HostWorker, backend: CheckedBackend, line: Line) -> None:
+        super().__init__(inner, backend, line)
+        self._worker = inner
+
+    @property
+    def failed(self) -> bool:
+        return self._worker.failed
+
+    def finish(self) -> BaseException | None:
+        failure = self._worker.finish()
+        self._backend._synchronized(self.line.clock)
+        return failure
 
 
 class _CheckedEvent:
