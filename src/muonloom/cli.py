@@ -146,6 +146,56 @@ def _check_training_file(path: Path) -> None:
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint, or a directory of them: then the newest."
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Directory to make; it must not exist.")
+    ],
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16, float32 or float8_block.")
+    ] = "bfloat16",
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR_OR_CONFIG",
+            help="Directory of a model, or its config.json, where the checkpoint has none.",
+        ),
+    ] = None,
+    max_shard_bytes: Annotated[int, typer.Option(help="Of weights in a file.")] = 5_000_000_000,
+    max_bytes: Annotated[
+        int, typer.Option(help="Memory beside the one tensor that is being made.")
+    ] = 1 << 30,
+) -> None:
+    """Write the model of a checkpoint, from its FP32 masters, as Transformers loads it."""
+    with _plain_errors():
+        from muonloom.export_command import run_export
+
+        done = run_export(
+            checkpoint,
+            out,
+            dtype=dtype,
+            model=model,
+            max_shard_bytes=max_shard_bytes,
+            max_bytes=max_bytes,
+        )
+    if done.ragged:
+        typer.echo(
+            f"muonloom: warning: {len(done.ragged)} FP8 matrices, such as {done.ragged[0]}, end in blocks "
+            "of less than 128 × 128: Transformers refuses or misreads them where it dequantizes.",
+            err=True,
+        )
+    typer.echo(
+        f"{out}: {done.num_tensors:,} tensors, {done.nbytes:,} bytes (files: {done.num_files:,}), "
+        f"from step {done.step:,} in {done.checkpoint}"
+    )
+
+
+@app.command()
 def bench(
     out: Annotated[Path | None, typer.Option(help="Write the figures as JSON here.")] = None,
     quick: Annotated[bool, typer.Option(help="Few repetitions, small shapes.")] = False,
