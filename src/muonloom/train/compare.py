@@ -22,7 +22,10 @@ from muonloom.train.logs import dump_json
 from muonloom.train.plots import plot_comparison
 from muonloom.train.run import TrainingRun
 
-_QUIET = ("run.proofs=false", "run.save_model=false", "run.tensorboard=false")
+_QUIET = (
+    *("run.proofs=false", "run.save_model=false", "run.tensorboard=false"),
+    *("checkpoint.every=0", "checkpoint.resume=false"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

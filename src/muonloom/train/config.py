@@ -159,6 +159,17 @@ class EvalConfig(_Section):
     temperature: Rate = 0.0
 
 
+class CheckpointConfig(_Section):
+    """`[checkpoint]`: how often the run is saved, and whether it goes on from what was saved."""
+
+    every: Natural = 100
+    keep_last: Count = 2
+    asynchronous: bool = True
+    extra_host_bytes: Size = "auto"
+    resume: bool = True
+    verify: Literal["full", "manifest"] = "full"
+
+
 class TrainConfig(_Section):
     """A whole run."""
 
@@ -168,6 +179,7 @@ class TrainConfig(_Section):
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Self:

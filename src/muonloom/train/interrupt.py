@@ -1,4 +1,4 @@
-"""Ctrl-C as a request: the first ends the run after the step it is in, the second at once."""
+"""Ctrl-C and SIGTERM as requests: the first ends the run after the step it is in, the second at once."""
 
 from __future__ import annotations
 
@@ -8,20 +8,35 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-EXIT_CODE = 130  # 128 + SIGINT, as shells have it
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopOnInterrupt:
-    """Context manager; `requested` is true once SIGINT arrived. Does nothing outside the main thread."""
+class StopOnSignal:
+    """Context manager. Does nothing outside the main thread.
 
-    def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
-        self.requested = False
+    Attributes:
+        received: the first signal that arrived.
+    """
+
+    def __init__(self, on_request: Callable[[signal.Signals], None] = lambda number: None) -> None:
+        self.received: signal.Signals | None = None
         self._on_request = on_request
-        self._previous: Any = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether one arrived."""
+        return self.received is not None
+
+    @property
+    def exit_code(self) -> int:
+        """128 and the signal's number, as shells have it; 0 where none arrived."""
+        return 0 if self.received is None else 128 + self.received
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
+            for number in _SIGNALS:
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -30,11 +45,14 @@ class StopOnInterrupt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, previous in self._previous.items():
+            # None: a handler that was not installed from Python, and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = True
-        self._on_request()
+        if self.requested:
+            raise SystemExit(128 + number)
+        self.received = signal.Signals(number)
+        self._on_request(self.received)

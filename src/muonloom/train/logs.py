@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from muonloom.train.trainer import EvalRecord, StepRecord
+from muonloom.errors import ConfigError, complaint
+from muonloom.train.trainer import EvalRecord, History, StepRecord
+
+_METRICS = "metrics.jsonl"
 
 
 def dump_json(value: Any, *, indent: int | None = None) -> str:
@@ -27,12 +31,44 @@ def _finite(value: Any) -> Any:
     return value
 
 
-class RunLog:
-    """Writes `metrics.jsonl` and `tensorboard/` in the run's directory, anew for each run."""
+@dataclass(frozen=True, kw_only=True)
+class LogEnd:
+    """Where the log ended when the run was saved: what comes after it was written by steps that are lost.
 
-    def __init__(self, directory: Path, *, tensorboard: bool) -> None:
-        self._lines = (directory / "metrics.jsonl").open("w", encoding="utf-8")
-        self._board: Any = _summary_writer(directory / "tensorboard") if tensorboard else None
+    Attributes:
+        step: the last one in it.
+        nbytes: of `metrics.jsonl`.
+    """
+
+    step: int
+    nbytes: int
+
+
+class RunLog:
+    """Writes `metrics.jsonl` and `tensorboard/` in the run's directory, anew or on from an end."""
+
+    def __init__(self, directory: Path, *, tensorboard: bool, end: LogEnd | None = None) -> None:
+        """Open both.
+
+        Args:
+            directory: of the run.
+            tensorboard: whether to write that too.
+            end: what is to stay of an earlier log, once `read_history` has read it; None: nothing.
+        """
+        self._path = directory / _METRICS
+        if end is not None:
+            os.truncate(self._path, end.nbytes)
+        self._lines = self._path.open("w" if end is None else "a", encoding="utf-8")
+        self._board: Any = None
+        if tensorboard:
+            self._board = _summary_writer(directory / "tensorboard", end)
+
+    def end(self, step: int) -> LogEnd:
+        """Have all of it on the disk up to now, after `step`, and return where it ends."""
+        os.fsync(self._lines.fileno())
+        if self._board is not None:
+            self._board.flush()
+        return LogEnd(step=step, nbytes=self._path.stat().st_size)
 
     def step(self, record: StepRecord) -> None:
         """Write a training step."""
@@ -85,10 +121,52 @@ class RunLog:
             self._board.add_scalar(name, value, step)
 
 
-def _summary_writer(directory: Path) -> Any:
+def _summary_writer(directory: Path, end: LogEnd | None) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    # TensorBoard shows all event files of a directory as one curve: those of an earlier run must go.
+    # TensorBoard shows all event files of a directory as one curve: those of an earlier run must go,
+    # and what this run wrote after it was saved is told to be void.
+    if end is not None:
+        return SummaryWriter(log_dir=str(directory), purge_step=end.step + 1)
     for stale in directory.glob("events.out.tfevents.*"):
         stale.unlink()
     return SummaryWriter(log_dir=str(directory))
+
+
+def read_history(directory: Path, end: LogEnd) -> History:
+    """Return what the log held at `end`.
+
+    Raises:
+        ConfigError: it no longer holds that.
+    """
+    path = directory / _METRICS
+    history = History()
+    try:
+        with path.open("rb") as file:
+            text = file.read(end.nbytes)
+        for line in map(json.loads, text.splitlines()):
+            kind = line.pop("kind")
+            if kind in ("step", "eval"):
+                # What is not finite was written as null.
+                line["loss"] = math.nan if line["loss"] is None else line["loss"]
+            if kind == "step":
+                history.steps.append(StepRecord(**line))
+            elif kind == "eval":
+                history.evals.append(EvalRecord(**line))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _bad_log(path, f"a log that cannot be read ({error})", end) from None
+    steps = [record.step for record in history.steps]
+    if len(text) != end.nbytes or steps != list(range(1, end.step + 1)) or not history.evals:
+        raise _bad_log(path, f"{len(steps)} steps in {len(text):,} bytes", end)
+    return history
+
+
+def _bad_log(path: Path, got: str, end: LogEnd) -> ConfigError:
+    return ConfigError(
+        complaint(
+            str(path),
+            got=got,
+            wanted=f"the {end.step} steps in {end.nbytes:,} bytes that the run had when it was saved",
+            remedy="Put the file back, or start anew by --set checkpoint.resume=false",
+        )
+    )

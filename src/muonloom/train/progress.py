@@ -16,17 +16,21 @@ _SMOOTHING = 0.95  # of the shown loss and speed; the logs hold the raw values
 class RunProgress:
     """Context manager around the training loop."""
 
-    def __init__(self, console: Console, *, steps: int, nats_per_byte: float) -> None:
-        """Start with no step done.
+    def __init__(
+        self, console: Console, *, steps: int, nats_per_byte: float, done: int = 0
+    ) -> None:
+        """Start where the run does.
 
         Args:
             console: where to draw.
             steps: of the whole run.
             nats_per_byte: the factor from a loss a token to a loss a byte.
+            done: steps that were made before.
         """
         self._console = console
         self._scale = nats_per_byte
         self._steps = steps
+        self._first = done + 1
         self._loss = 0.0
         self._rate = 0.0
         self._left_s = 0.0
@@ -42,12 +46,12 @@ class RunProgress:
             expand=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("train", total=steps, figures="")
+        self._task = self._bar.add_task("train", total=steps, completed=done, figures="")
 
     def step(self, record: StepRecord) -> None:
         """Show a step."""
         rate = record.tokens / record.seconds
-        weight = 1 - _SMOOTHING if record.step > 1 else 1.0
+        weight = 1 - _SMOOTHING if record.step > self._first else 1.0
         self._loss += weight * (record.loss * self._scale - self._loss)
         self._rate += weight * (rate - self._rate)
         self._left_s = (self._steps - record.step) * record.tokens / self._rate

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 import muonloom
 from muonloom.errors import ConfigError, complaint
-from muonloom.train import interrupt
+from muonloom.train.agreement import settings_of
 from muonloom.train.baselines import baselines
+from muonloom.train.checkpoints import Resumed, RunCheckpoints
 from muonloom.train.config import TrainConfig
 from muonloom.train.config_file import load_config
 from muonloom.train.data import Corpus, cut_windows, load_corpus
+from muonloom.train.interrupt import StopOnSignal
 from muonloom.train.logs import RunLog
 from muonloom.train.machine import choose_device, describe_machine
 from muonloom.train.model import attach_experts, build_model
@@ -35,7 +37,9 @@ from muonloom.train.trainer import EvalRecord, Observer, StepRecord, Trainer
 
 
 def train(path: Path, overrides: Sequence[str] = (), *, console: Console) -> int:
-    """Run `path` and show its last screen; return the process's exit code (0, or 130 after Ctrl-C).
+    """Run `path` and show its last screen; return the process's exit code.
+
+    It is 0, or 130 after Ctrl-C and 143 after SIGTERM.
 
     Raises:
         ConfigError: what the user can put right, in one line.
@@ -44,7 +48,7 @@ def train(path: Path, overrides: Sequence[str] = (), *, console: Console) -> int
     run = TrainingRun(load_config(path, overrides), console=console)
     summary = run.execute()
     show(console, summary)
-    return interrupt.EXIT_CODE if summary["interrupted"] else 0
+    return run.exit_code
 
 
 @dataclass(kw_only=True)
@@ -57,6 +61,8 @@ class _Parts:
     layout: muonloom.Layout
     optimizer: muonloom.Muon
     trainer: Trainer
+    checkpoints: RunCheckpoints
+    resumes_from: Path | None
 
 
 class TrainingRun:
@@ -64,6 +70,7 @@ class TrainingRun:
 
     def __init__(self, config: TrainConfig, *, console: Console) -> None:
         self.directory = Path(config.run.directory) / config.run.name
+        self.exit_code = 0
         self._config = config
         self._console = console
         self._seconds: dict[str, float] = {}
@@ -80,17 +87,17 @@ class TrainingRun:
             prompt, completion = self._first_completion(parts)
         self._introduce(parts, ladder)
         with self._phase("training"):
-            interrupted = self._train(parts, before)
+            resumed, interrupted = self._train(parts, before)
         with self._phase("evaluation"):
             windows = parts.corpus.held_out_windows(self._final_sequences(interrupted))
             after = parts.trainer.evaluate(windows)
             completion = completion and replace(completion, after=self._complete(parts, prompt))
-            last_step, memory = dict(parts.optimizer.last_step), self._ledger(parts)
+            last_step, memory = _report(parts, resumed), self._ledger(parts)
         with self._phase("proofs"):
             proofs = [] if interrupted or not self._config.run.proofs else self._proofs(parts)
         scale = 1 / parts.corpus.bytes_per_token
         measured = Measured(
-            before=before * scale,
+            before=parts.trainer.history.evals[0].loss * scale,
             after=after * scale,
             evaluated_bytes=windows[:, 1:].numel() * parts.corpus.bytes_per_token,
             baselines=ladder,
@@ -100,6 +107,7 @@ class TrainingRun:
             proofs=proofs,
             seconds=self._seconds,
             interrupted=interrupted,
+            resumed_from=None if resumed is None else resumed.step,
         )
         return self._finish(parts, measured)
 
@@ -118,6 +126,10 @@ class TrainingRun:
             sequence_length=corpus.sequence_length,
             device=device,
         )
+        checkpoints = RunCheckpoints(
+            self.directory, config, settings=settings_of(config, corpus, device)
+        )
+        resumes_from = checkpoints.find()
         engine = attach_experts(model, config.model)
         layout = build_layout(model, config.optim)
         optimizer = build_optimizer(model, layout, config.optim, engine)
@@ -136,6 +148,8 @@ class TrainingRun:
             layout=layout,
             optimizer=optimizer,
             trainer=trainer,
+            checkpoints=checkpoints,
+            resumes_from=resumes_from,
         )
 
     def _make_directory(self) -> None:
@@ -204,15 +218,24 @@ class TrainingRun:
             soft_wrap=True,
         )
 
-    def _train(self, parts: _Parts, before: float) -> bool:
-        """Train; return whether Ctrl-C ended it."""
-        schedule = self._config.schedule
+    def _train(self, parts: _Parts, before: float) -> tuple[Resumed | None, bool]:
+        """Train; return where the run went on from, and whether a signal ended it."""
+        resumed = self._begin(parts)
         progress = RunProgress(
-            self._console, steps=schedule.steps, nats_per_byte=1 / parts.corpus.bytes_per_token
+            self._console,
+            steps=self._config.schedule.steps,
+            nats_per_byte=1 / parts.corpus.bytes_per_token,
+            done=0 if resumed is None else resumed.step,
         )
-        log = RunLog(self.directory, tensorboard=self._config.run.tensorboard)
-        stop = interrupt.StopOnInterrupt(
-            lambda: progress.say("Stopping after this step; Ctrl-C again stops at once.")
+        stop = StopOnSignal(
+            lambda received: progress.say(
+                f"Stopping after this step ({received.name}); once more stops at once."
+            )
+        )
+        log = RunLog(
+            self.directory,
+            tensorboard=self._config.run.tensorboard,
+            end=None if resumed is None else resumed.log_end,
         )
 
         def on_step(record: StepRecord) -> None:
@@ -221,18 +244,37 @@ class TrainingRun:
 
         def on_eval(record: EvalRecord) -> None:
             log.eval(record)
-            log.optimizer(record.step, parts.optimizer.last_step)
-            if record.step:
-                progress.eval(record)
+            log.optimizer(record.step, _report(parts, resumed))
+            progress.eval(record)
+
+        def save(step: int, last: bool) -> None:
+            parts.checkpoints.save(step, last, trainer=parts.trainer, log_end=log.end)
+            if stop.requested and self._config.checkpoint.every:
+                progress.say(f"Saved after step {step}; the same command goes on from there.")
 
         with log, progress, stop:
-            first = EvalRecord(step=0, loss=before)
-            parts.trainer.history.evals.append(first)
-            log.eval(first)
+            if resumed is None:
+                first = EvalRecord(step=0, loss=before)
+                parts.trainer.history.evals.append(first)
+                log.eval(first)
             parts.trainer.run(
-                Observer(on_step=on_step, on_eval=on_eval, stop=lambda: stop.requested)
+                Observer(on_step=on_step, on_eval=on_eval, stop=lambda: stop.requested, save=save)
             )
-        return stop.requested
+        self.exit_code = stop.exit_code
+        return resumed, stop.requested
+
+    def _begin(self, parts: _Parts) -> Resumed | None:
+        """Go on from a checkpoint where there is one, or make room for a new run."""
+        if parts.resumes_from is None:
+            parts.checkpoints.clear()
+            return None
+        resumed = parts.checkpoints.load(parts.resumes_from, parts.trainer)
+        self._console.print(
+            f"resumed from step {resumed.step} ({parts.resumes_from})",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return resumed
 
     def _final_sequences(self, interrupted: bool) -> int:
         return self._config.eval.sequences if interrupted else self._config.eval.final_sequences
@@ -283,3 +325,9 @@ class TrainingRun:
         begin = time.perf_counter()
         yield
         self._seconds[name] = time.perf_counter() - begin
+
+
+def _report(parts: _Parts, resumed: Resumed | None) -> dict[str, Any]:
+    """Return what the last training step did, also where an earlier process made it."""
+    report = dict(parts.optimizer.last_step)
+    return report if report or resumed is None else dict(resumed.last_step)

@@ -48,6 +48,7 @@ class Measured:
     proofs: list[ProofRecord]
     seconds: Mapping[str, float]  # by phase
     interrupted: bool
+    resumed_from: int | None  # the step after which this process went on
 
 
 def kind_rows(model: nn.Module, layout: muonloom.Layout, optimizer: muonloom.Muon) -> list[KindRow]:
@@ -98,6 +99,7 @@ def summarize(
         "format": FORMAT,
         "name": config.run.name,
         "interrupted": measured.interrupted,
+        "resumed_from": measured.resumed_from,
         "machine": asdict(machine),
         "model": _model_summary(model),
         "data": _data_summary(config, corpus),

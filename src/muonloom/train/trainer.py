@@ -60,11 +60,19 @@ class History:
 
 @dataclass(frozen=True, kw_only=True)
 class Observer:
-    """What is told to whom while a run goes on; `stop` is asked after each step."""
+    """What is told to whom while a run goes on.
+
+    Attributes:
+        on_step: after each step.
+        on_eval: after each evaluation.
+        stop: asked after each step, whether it was the last.
+        save: told a step when all that belongs to it is done, and whether it is the last.
+    """
 
     on_step: Callable[[StepRecord], None] = lambda record: None
     on_eval: Callable[[EvalRecord], None] = lambda record: None
     stop: Callable[[], bool] = lambda: False
+    save: Callable[[int, bool], None] = lambda step, last: None
 
 
 class Trainer:
@@ -82,27 +90,40 @@ class Trainer:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.device = device
         self.history = History()
-        self._scheduler = scheduler
         self._corpus = corpus
         self._config = config
-        self._device = device
         self._windows = corpus.held_out_windows(config.eval.sequences)
 
     def run(self, observer: Observer) -> History:
-        """Train to the last step, or to the first after which `observer.stop()` is true."""
-        every = self._config.eval.every
-        for step in range(1, self._config.schedule.steps + 1):
+        """Train on to the last step, or to the first after which `observer.stop()` is true.
+
+        It goes on after the last step of `history`. A run that is stopped saves before it evaluates, since
+        it may have little time left; the evaluation is made up for when it goes on.
+        """
+        done, steps = len(self.history.steps), self._config.schedule.steps
+        if done and self.history.evals[-1].step < done:
+            self._evaluate_if_due(done, observer)
+        for step in range(done + 1, steps + 1):
             record = self._timed_step(step)
             self.history.steps.append(record)
             observer.on_step(record)
-            if observer.stop():
+            stopped = observer.stop()
+            if not stopped:
+                self._evaluate_if_due(step, observer)
+            observer.save(step, stopped or step == steps)
+            if stopped:
                 break
-            if every and step % every == 0:
-                evaluation = EvalRecord(step=step, loss=self.evaluate(self._windows))
-                self.history.evals.append(evaluation)
-                observer.on_eval(evaluation)
         return self.history
+
+    def _evaluate_if_due(self, step: int, observer: Observer) -> None:
+        every = self._config.eval.every
+        if every and step % every == 0:
+            evaluation = EvalRecord(step=step, loss=self.evaluate(self._windows))
+            self.history.evals.append(evaluation)
+            observer.on_eval(evaluation)
 
     def _timed_step(self, step: int) -> StepRecord:
         rates = {
@@ -116,7 +137,7 @@ class Trainer:
         self.optimizer.step()
         self._synchronize()
         after = time.perf_counter()
-        self._scheduler.step()
+        self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         schedule = self._config.schedule
         return StepRecord(
@@ -132,13 +153,13 @@ class Trainer:
     def backward(self, step: int) -> float:
         """Accumulate the gradient of step `step` (from 1) in `.grad`; return its mean loss."""
         schedule = self._config.schedule
-        total = torch.zeros((), device=self._device)
+        total = torch.zeros((), device=self.device)
         rows = self._corpus.train_batch(
             seed=self._config.run.seed, step=step, rows=schedule.batch_size * schedule.accumulate
         )
         for part in torch.split(rows, schedule.batch_size):
             with self._autocast():
-                loss, auxiliary = self._losses(part.to(self._device))
+                loss, auxiliary = self._losses(part.to(self.device))
             torch.autograd.backward((loss + auxiliary) / schedule.accumulate)
             total += loss.detach().float() / schedule.accumulate
         return float(total)
@@ -150,7 +171,7 @@ class Trainer:
         total = 0.0
         for part in torch.split(windows, self._config.schedule.batch_size):
             with self._autocast():
-                loss, _ = self._losses(part.to(self._device))
+                loss, _ = self._losses(part.to(self.device))
             total += float(loss) * len(part)
         self.model.train()
         return total / len(windows)
@@ -174,11 +195,11 @@ class Trainer:
     @contextmanager
     def _autocast(self) -> Iterator[None]:
         with torch.autocast(
-            self._device.type, dtype=torch.bfloat16, enabled=self._config.model.autocast
+            self.device.type, dtype=torch.bfloat16, enabled=self._config.model.autocast
         ):
             yield
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             # Not the whole device: what is stored and loaded ahead may go on beside the next forward.
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
