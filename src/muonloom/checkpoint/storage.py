@@ -8,6 +8,7 @@ with checksums, while training goes on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,10 +60,12 @@ class Box:
 
 def plan_save(tensors: Sequence[SnapshotTensor]) -> list[Box]:
     """Return what of these tensors this rank has to write."""
-    shapes = {
-        tensor.key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for tensor in tensors
-    }
+    return _planned(tuple((tensor.key, tensor.dtype, tensor.shape) for tensor in tensors))
+
+
+@functools.lru_cache(maxsize=1)  # one save is planned as the one before, and the loop waits for it
+def _planned(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> list[Box]:
+    shapes = {key: torch.empty(shape, dtype=dtype, device="meta") for key, dtype, shape in entries}
     writer = _PlanOnly()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _alone():
