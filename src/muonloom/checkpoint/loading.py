@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from muonloom.checkpoint.handle import wait_for_last
 from muonloom.checkpoint.manifest import Manifest, SavedTensor
-from muonloom.checkpoint.options import restore_groups
+from muonloom.checkpoint.options import refuse_other_optimizer, restore_groups
 from muonloom.checkpoint.reader import CheckpointReader
 from muonloom.checkpoint.storage import load_boxes
 from muonloom.checkpoint.targets import (
@@ -284,15 +284,8 @@ def _of_another(name: str, got: str) -> CheckpointError:
 
 
 def _check_options(optimizer: object, verify: object) -> None:
-    if optimizer is not None and not isinstance(optimizer, Muon):
-        raise TypeError(
-            complaint(
-                "optimizer",
-                got=type(optimizer).__name__,
-                wanted="a muonloom.Muon, or None",
-                remedy="Load others by torch.distributed.checkpoint.",
-            )
-        )
+    if optimizer is not None:
+        refuse_other_optimizer(optimizer)
     if verify not in _VERIFY:
         raise ValueError(
             complaint(

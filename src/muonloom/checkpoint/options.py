@@ -22,6 +22,19 @@ _NOT_OPTIONS = frozenset({"params", "param_names", "algorithm"})
 _KEPT = frozenset({"momentum_dtype"})
 
 
+def refuse_other_optimizer(optimizer: object) -> None:
+    """Raise a TypeError if it is no `Muon`."""
+    if not isinstance(optimizer, Muon):
+        raise TypeError(
+            complaint(
+                "optimizer",
+                got=type(optimizer).__name__,
+                wanted="a muonloom.Muon",
+                remedy="torch.distributed.checkpoint saves and loads others.",
+            )
+        )
+
+
 def plain_groups(optimizer: Muon) -> tuple[dict[str, Any], ...]:
     """Return the options of all groups as values that JSON has.
 

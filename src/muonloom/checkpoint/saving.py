@@ -38,7 +38,7 @@ from muonloom.checkpoint.manifest import (
     SavedFile,
     SavedTensor,
 )
-from muonloom.checkpoint.options import plain_groups, saved_parameters
+from muonloom.checkpoint.options import plain_groups, refuse_other_optimizer, saved_parameters
 from muonloom.checkpoint.storage import plan_save
 from muonloom.errors import complaint
 from muonloom.model_tensors import names_by_tensor
@@ -125,12 +125,14 @@ def save(
             "model": description(model),
         },
     )
-    others = [] if this_rank() else other_tensors(optimizer, first)
     if extra_host_bytes is not None and async_:
         check_extra_bytes(extra_host_bytes)
     # Nothing is copied while the caller waits, and large segments cost least.
     room = extra_host_bytes if async_ else 2 * SEGMENT_BYTES
-    snapshot = optimizer._snapshot(first, others, room)
+    if this_rank():  # all ranks hold the same, and the first one writes it
+        snapshot = optimizer._assembly.snapshot([], room)
+    else:
+        snapshot = optimizer._snapshot(first, other_tensors(optimizer, first), room)
     return job.start(optimizer, snapshot, is_async=async_)
 
 
@@ -288,15 +290,7 @@ def _point_to(path: Path) -> None:
 def _check_options(
     optimizer: object, step: object, extra_host_bytes: object, keep_last: object
 ) -> None:
-    if not isinstance(optimizer, Muon):
-        raise TypeError(
-            complaint(
-                "optimizer",
-                got=type(optimizer).__name__,
-                wanted="a muonloom.Muon",
-                remedy="Save others by torch.distributed.checkpoint.",
-            )
-        )
+    refuse_other_optimizer(optimizer)
     for name, value, least in (
         ("step", step, 0),
         ("extra_host_bytes", extra_host_bytes, 0),
