@@ -128,10 +128,20 @@ class _Job:
 
     def _saved_states(self) -> Iterable[tuple[str, tuple[Tensor, str]]]:
         params = {self._names[param]: param for param in self._held.values()}
-        for key in self._manifest.tensors:
-            name, _, leaf = key.removeprefix("optimizer.").rpartition(".")
-            if key.startswith("optimizer.") and name in params:
-                yield key, (params[name], leaf)
+        for name, keys in self._saved_keys().items():
+            if name in params:
+                yield from (
+                    (f"optimizer.{name}.{key}", (params[name], key)) for key in sorted(keys)
+                )
+
+    def _saved_keys(self) -> dict[str, set[str]]:
+        """Return which state was saved, by names of parameters."""
+        found: dict[str, set[str]] = {}
+        for whole in self._manifest.tensors:
+            if whole.startswith("optimizer."):
+                name, _, key = whole.removeprefix("optimizer.").rpartition(".")
+                found.setdefault(name, set()).add(key)
+        return found
 
     # -- what is refused ----------------------------------------------------------------------------
 
@@ -169,35 +179,24 @@ class _Job:
             raise _of_another(name, "a buffer whose storage was given up")
 
     def _check_parameters(self, optimizer: Muon) -> None:
-        groups = self._groups
         for param, known in optimizer._assignments.items():
             if param not in self._names:
                 raise _of_another(known.name, "a parameter of the optimizer outside of the model")
-            saved = self._manifest.parameters.get(self._names[param])
-            group = groups[param]
-            if saved is None or self._weights_only:
-                continue
-            if saved.algorithm != group["algorithm"]:
+        if self._weights_only:
+            return
+        groups = {self._names[param]: group for param, group in self._groups.items()}
+        for name, saved in self._manifest.parameters.items():
+            if name in groups and saved.algorithm != groups[name]["algorithm"]:
+                own = groups[name]["algorithm"]
                 raise _of_another(
-                    known.name,
-                    f"state of {saved.algorithm} for a parameter that {group['algorithm']} updates",
+                    name, f"state of {saved.algorithm} for a parameter that {own} updates"
                 )
-        mine = {self._names[param] for param in self._held.values()}
-        keys: dict[str, set[str]] = {}
-        for key in self._manifest.tensors:
-            if key.startswith("optimizer."):
-                name, _, leaf = key.removeprefix("optimizer.").rpartition(".")
-                keys.setdefault(name, set()).add(leaf)
-        for name, leaves in keys.items():
-            if name not in mine and not self._weights_only:
+        for name, keys in self._saved_keys().items():
+            if name not in groups:
                 raise _of_another(name, "saved state of a parameter that the optimizer lacks")
-            if name in mine and not self._weights_only:
-                group = groups[self._held[f"model.{name}"]]
-                needed = state_dtypes(group, has_master=False).keys() - {"step"}
-                if leaves != needed:
-                    raise _of_another(
-                        name, f"the saved state {sorted(leaves)}, not {sorted(needed)}"
-                    )
+            needed = state_dtypes(groups[name], has_master=False).keys() - {"step"}
+            if keys != needed:
+                raise _of_another(name, f"the saved state {sorted(keys)}, not {sorted(needed)}")
 
     # -- loading ------------------------------------------------------------------------------------
 
