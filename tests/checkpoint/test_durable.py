@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -374,24 +375,25 @@ def test_a_failure_that_nobody_saw_is_raised_by_the_next_save(tmp_path: Path) ->
     assert Run("device").load(tmp_path / "one")["step"] == 1
 
 
-@pytest.fixture
-def small_files() -> Iterator[Callable[[int], None]]:
-    """Have the system refuse files of more bytes than a number."""
+@contextmanager
+def small_files(nbytes: int) -> Iterator[None]:
+    """Have the system refuse longer files; the report of the tests may be one, so not for long."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, old[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1000, 50_000])
-def test_a_real_limit_of_the_system(
-    nbytes: int, small_files: Callable[[int], None], tmp_path: Path
-) -> None:
+def test_a_real_limit_of_the_system(nbytes: int, tmp_path: Path) -> None:
     run = Run(PLACEMENTS["host"]).go(1)
     run.save(tmp_path / "one")
     before = listing(tmp_path)
-    small_files(nbytes)
-    with pytest.raises(OSError, match=r"one/data-.*File too large"):
-        run.go(1).save(tmp_path / "one")
+    run.go(1)
+    with small_files(nbytes), pytest.raises(OSError, match=r"one/data-.*File too large"):
+        run.save(tmp_path / "one")
     assert listing(tmp_path) == before
     assert_same_bits(run.go(1).everything(), Run("device").go(3).everything())
 
