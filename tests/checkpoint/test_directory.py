@@ -180,6 +180,14 @@ def test_keep_last_does_not_follow_links(target: str, run: Run, tmp_path: Path) 
     assert step_of(run, tmp_path / "two") == 3
 
 
+def test_inference_mode_of_the_caller(run: Run, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        save(run, tmp_path / "saved", 1)
+        found = checkpoint.load(tmp_path / "saved", model=run.model, optimizer=run.opt)
+    assert found["step"] == 1
+    run.go(1)
+
+
 def test_what_killed_removals_and_saves_left_is_removed(run: Run, tmp_path: Path) -> None:
     for name in ("half", "again"):
         save(run, tmp_path / name, 1)

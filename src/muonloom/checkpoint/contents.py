@@ -74,11 +74,11 @@ def _other_tensor(name: str, tensor: Tensor, copy: Tensor | None) -> SnapshotTen
     found = (tensor if copy is None else copy).detach()
     if not isinstance(tensor, nn.Parameter):
         found = found.to("cpu", copy=True)  # a forward pass may change it
-    version, plain = found._version, reading(found)
+    version, plain = _version(found), reading(found)
 
     def read(rows: slice, out: Tensor) -> None:
         plain(rows, out)
-        if found._version != version:
+        if _version(found) != version:
             raise RuntimeError(
                 complaint(
                     name,
@@ -91,6 +91,10 @@ def _other_tensor(name: str, tensor: Tensor, copy: Tensor | None) -> SnapshotTen
     return SnapshotTensor(
         key=f"model.{name}", dtype=found.dtype, shape=tuple(found.shape), read=read
     )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def description(model: nn.Module) -> dict[str, Any] | None:

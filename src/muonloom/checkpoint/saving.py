@@ -52,6 +52,7 @@ from muonloom.snapshot import (
     SnapshotTensor,
     check_extra_bytes,
 )
+from muonloom.state import lasting
 from muonloom.version import __version__
 
 _log = logging.getLogger("muonloom")
@@ -129,11 +130,12 @@ def save(
         check_extra_bytes(extra_host_bytes)
     # Nothing is copied while the caller waits, and large segments cost least.
     room = extra_host_bytes if async_ else 2 * SEGMENT_BYTES
-    if this_rank():  # all ranks hold the same, and the first one writes it
-        snapshot = optimizer._assembly.snapshot([], room)
-    else:
-        snapshot = optimizer._snapshot(first, other_tensors(optimizer, first), room)
-    return job.start(optimizer, snapshot, is_async=async_)
+    with lasting():  # the thread is not in the caller's inference mode
+        if this_rank():  # all ranks hold the same, and the first one writes it
+            snapshot = optimizer._assembly.snapshot([], room)
+        else:
+            snapshot = optimizer._snapshot(first, other_tensors(optimizer, first), room)
+        return job.start(optimizer, snapshot, is_async=async_)
 
 
 @dataclass(kw_only=True)
