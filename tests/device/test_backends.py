@@ -334,8 +334,13 @@ def test_settle_can_be_interrupted(threaded):
         blocked(stream, gate)
         threaded.settle()
 
-    with pytest.raises(KeyboardInterrupt):
-        interrupt_while_settling()
+    # A shell's background job is born with the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupt_while_settling()
+    finally:
+        signal.signal(signal.SIGINT, before)
     gate.set()
     assert threaded.settle() is None
 
