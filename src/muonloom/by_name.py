@@ -30,20 +30,20 @@ class StateByName(StateSaving):
     ) -> Snapshot:
         """Return the state of all parameters, named `names`, as a snapshot that steps respect from now on.
 
+        To be called drained, and where tensors last (`lasting`).
+
         Raises:
             StaleMasterError: a weight was written from outside.
             RuntimeError: a failed step left a weight half written.
         """
-        self.drain()
         refuse_torn(self._assembly.torn)
         self._check_weights({p: n for p, n in self._names().items() if p not in self._gone})
-        with lasting():
-            tensors = [
-                tensor
-                for index, param in enumerate(self._groups_by_parameter())
-                for tensor in self._tensors_of(index, param, names[param])
-            ]
-            return self._assembly.snapshot([*tensors, *others], extra_bytes)
+        tensors = [
+            tensor
+            for index, param in enumerate(self._groups_by_parameter())
+            for tensor in self._tensors_of(index, param, names[param])
+        ]
+        return self._assembly.snapshot([*tensors, *others], extra_bytes)
 
     def _tensors_of(self, index: int, param: Tensor, name: str) -> Iterator[SnapshotTensor]:
         state, spec = self.state.get(param, {}), self._assignments[param].spec
@@ -107,19 +107,13 @@ class StateByName(StateSaving):
 
     def _has_low_half(self, param: Tensor) -> bool:
         """Whether the master of a parameter is kept as what its weight lacks."""
-        is_bfloat16 = param.dtype == torch.bfloat16
-        return self._assembly.splits_masters and is_bfloat16 and self._weights.has_master(param)
+        return self._weights.has_master(param) and self._masters.is_split(param)
 
     def _make_master(self, param: Tensor) -> Tensor:
         """Return the place of the master, or of what the weight lacks of it; of any content."""
         if not self._weights.has_master(param):
             return param.detach()
-        has_low = self._has_low_half(param)
-        key, dtype = ("master_low", torch.int16) if has_low else ("master_weight", torch.float32)
-        state: State = self.state[param]
-        if key not in state:
-            state[key] = self._assembly.new(param, key, dtype, zero=False)
-        return state[key]
+        return self._masters.place(param, self.state[param])
 
     def _take_box(
         self, param: Tensor, box: tuple[slice, ...], master: Tensor, *, is_settled: bool

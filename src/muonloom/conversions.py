@@ -208,3 +208,19 @@ def _names_by_number(names: list[str], count: int) -> tuple[tuple[str, ...], ...
     for number, name in zip(numbers[0], names, strict=True):
         groups[number].append(name)
     return tuple(tuple(group) for group in groups.values())
+
+
+def float8_description(block: Iterable[int], plain: Iterable[str]) -> dict[str, Any]:
+    """Return the `quantization_config` of files in FP8 blocks.
+
+    Args:
+        block: rows and columns of a block.
+        plain: names of modules that are not in FP8.
+    """
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+        "modules_to_not_convert": sorted(plain),
+    }

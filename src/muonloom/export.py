@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from muonloom.errors import complaint
 from muonloom.exporting import MAX_BYTES, Exporter, Weight, check_options
+from muonloom.failures import storage_given_up
 from muonloom.hollow import is_hollow
 from muonloom.model_tensors import named_tensors, unwrapped
 from muonloom.optimizer import Muon
@@ -110,14 +111,7 @@ class _OptimizerSource:
             return _master(self._optimizer, name, tensor, rows)
         copy = self._optimizer.released_copy(tensor)
         if copy is None and is_hollow(tensor):
-            raise ValueError(
-                complaint(
-                    name,
-                    got="storage that was given up, and neither a master nor a copy in the optimizer",
-                    wanted="a weight to read",
-                    remedy="Bring it back first.",
-                )
-            )
+            raise storage_given_up(name, wanted="a weight to read")
         found = (tensor if copy is None else copy).detach()
         return found if rows is None else found[rows]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from muonloom.conversions import Conversion, is_of_transformers, plan_of_transformers
 from muonloom.errors import complaint
+from muonloom.layout.rules import WRAPPERS
 from muonloom.math.float8 import encode_float8_, scale_shape
 from muonloom.model_tensors import named_tensors
 
@@ -26,7 +27,7 @@ _READING_BYTES = 8
 _CONVERTING_BYTES = 12
 
 # Parts that wrappers put into names.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_WRAPPERS = WRAPPERS - {"module"}  # a model's own modules may be called so
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

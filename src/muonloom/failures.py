@@ -70,6 +70,18 @@ def refuse_released(names: Iterable[str], what: str) -> None:
         )
 
 
+def storage_given_up(name: str, *, wanted: str) -> ValueError:
+    """Return the error for a tensor without storage that nothing in the optimizer stands for."""
+    return ValueError(
+        complaint(
+            name,
+            got="storage that was given up, and neither a master nor a copy in the optimizer",
+            wanted=wanted,
+            remedy="Bring it back first.",
+        )
+    )
+
+
 def refuse_unusable(name: str, weight: Tensor, shape: Sequence[int]) -> None:
     """Raise a ValueError if a master cannot be made from a weight: it is misshapen or not finite."""
     misshapen = tuple(weight.shape) != tuple(shape)

@@ -113,7 +113,7 @@ class MasterBook:
             self._versions.pop(parameter, None)
             self._samples.pop(parameter, None)
             return
-        if self._is_split(parameter):
+        if self.is_split(parameter):
             self._kept(parameter, state, "master_low", torch.int16).zero_()
         else:
             self._kept(parameter, state, "master_weight", torch.float32).copy_(values)
@@ -129,7 +129,7 @@ class MasterBook:
         if master is None or not self._weights.has_master(parameter):
             drop_master(state)
             return
-        if self._is_split(parameter):
+        if self.is_split(parameter):
             low = self._kept(parameter, state, "master_low", torch.int16)
             whole = master.detach().to("cpu", torch.float32, copy=True).contiguous()
             settle_ties_(whole)
@@ -141,8 +141,15 @@ class MasterBook:
                 settle_ties_(whole)
         self._versions[parameter] = _UNKNOWN
 
-    def _is_split(self, parameter: Tensor) -> bool:
+    def is_split(self, parameter: Tensor) -> bool:
+        """Whether a master of `parameter` is kept as what its weight lacks."""
         return self._store.splits_masters and parameter.dtype == torch.bfloat16
+
+    def place(self, parameter: Tensor, state: State) -> Tensor:
+        """Return the place of the master, or of what the weight lacks of it; of any content."""
+        if self.is_split(parameter):
+            return self._kept(parameter, state, "master_low", torch.int16)
+        return self._kept(parameter, state, "master_weight", torch.float32)
 
     def _kept(self, parameter: Tensor, state: State, key: str, dtype: torch.dtype) -> Tensor:
         if key not in state:

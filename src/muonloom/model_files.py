@@ -22,6 +22,7 @@ from muonloom.checkpoint.files import (
     sync_directory,
     write_whole,
 )
+from muonloom.conversions import float8_description
 from muonloom.errors import ConfigError, complaint
 from muonloom.exporting import BLOCK, Exporter, Weight
 from muonloom.meta_models import quiet
@@ -159,13 +160,7 @@ def quantization_config(exporter: Exporter, weights: Mapping[str, Weight]) -> di
     }
     plain = {n.removesuffix(".weight") for n in in_files | in_model if n.endswith(".weight")}
     stacks = {n.rpartition(".")[0] for n in in_model if len(weights[n].shape) == 3}
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCK),
-        "modules_to_not_convert": sorted(plain | stacks),
-    }
+    return float8_description(BLOCK, plain | stacks)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

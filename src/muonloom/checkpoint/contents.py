@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from muonloom.by_name import reading
 from muonloom.checkpoint.manifest import DTYPE_NAMES
 from muonloom.errors import complaint
+from muonloom.failures import storage_given_up
 from muonloom.hollow import is_hollow, is_released
 from muonloom.model_tensors import unwrapped
 from muonloom.optimizer import Muon
@@ -54,14 +55,7 @@ def other_tensors(optimizer: Muon, names: Mapping[Tensor, str]) -> list[Snapshot
 
 def _other_tensor(name: str, tensor: Tensor, copy: Tensor | None) -> SnapshotTensor:
     if copy is None and (is_hollow(tensor) or is_released(tensor)):
-        raise ValueError(
-            complaint(
-                name,
-                got="storage that was given up, and neither a master nor a copy in the optimizer",
-                wanted="a weight to save",
-                remedy="Bring it back first.",
-            )
-        )
+        raise storage_given_up(name, wanted="a weight to save")
     if tensor.dtype not in DTYPE_NAMES:
         raise ValueError(
             complaint(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muonloom.conversions import float8_description
 from muonloom.experts.modules import Float8Module, shown_as, unfit
 from muonloom.experts.weights import ExpertWeight
 from muonloom.math.float8 import encode_float8_, scale_shape
@@ -139,13 +140,7 @@ def _description(state: Mapping[str, Tensor], weight: ExpertWeight) -> dict[str,
         for name, value in state.items()
         if name.endswith(".weight") and value.ndim > 1 and value.dtype != torch.float8_e4m3fn
     ]
-    quantization: dict[str, Any] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(weight.writer.block),
-        "modules_to_not_convert": sorted(plain),
-    }
+    quantization = float8_description(weight.writer.block, plain)
     if weight.writer.storage.scale_inv.dtype == torch.float8_e8m0fnu:
         quantization["scale_fmt"] = "ue8m0"
     return quantization
