@@ -5,7 +5,7 @@ from typing import Any
 from muonloom.bfloat16_writer import BFloat16Writer
 from muonloom.config import HostPlacement
 from muonloom.engines import install_expert_engine
-from muonloom.errors import CheckpointError, ConfigError, StaleMasterError
+from muonloom.errors import CheckpointError, ConfigError, LostRanksError, StaleMasterError
 from muonloom.export import export_weights
 from muonloom.float8_writer import Float8BlockWriter
 from muonloom.groups import parameter_groups
@@ -24,6 +24,7 @@ __all__ = [
     "Float8BlockWriter",
     "HostPlacement",
     "Layout",
+    "LostRanksError",
     "Muon",
     "StaleMasterError",
     "Writer",

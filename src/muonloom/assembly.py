@@ -14,12 +14,14 @@ from torch import Tensor
 from muonloom.binding import Groups, plan_key, plan_of, sources_of, staged_states
 from muonloom.config import HostPlacement, host_placement
 from muonloom.device import Backend
+from muonloom.dtensors import is_dtensor
 from muonloom.engine import Engine
 from muonloom.errors import complaint
 from muonloom.groups import Assignment
 from muonloom.host import Reservation, SlabStore
-from muonloom.plan import Plan
-from muonloom.schedule import default_slot_bytes, resident_schedule, staged_schedule
+from muonloom.membership import Membership
+from muonloom.plan import Exchange, Plan
+from muonloom.schedule import Op, default_slot_bytes, resident_schedule, staged_schedule
 from muonloom.segments import SnapshotTensor
 from muonloom.snapshot import Snapshot
 from muonloom.staging import Source
@@ -43,6 +45,7 @@ class Assembly:
         placement: of `Muon`.
         ns_batch_bytes: of `Muon`.
         make_backend: what makes the streams of a device.
+        membership: which ranks hold what.
     """
 
     def __init__(
@@ -52,11 +55,13 @@ class Assembly:
         placement: str | HostPlacement,
         ns_batch_bytes: int | str,
         make_backend: Callable[[torch.device], Backend],
+        membership: Membership,
     ) -> None:
         self.host = host_placement(placement)
         self.awaited: frozenset[Tensor] | None = None
         self.torn: list[str] = []
         self._weights = weights
+        self._membership = membership
         self._parking: SlabStore | None = None
         self._indices: dict[Tensor, int] = {}
         self._ns_batch_bytes = ns_batch_bytes
@@ -79,12 +84,16 @@ class Assembly:
     def new(self, parameter: Tensor, key: str, dtype: torch.dtype, *, zero: bool = True) -> Tensor:
         """Return a tensor for the state `key` of `parameter`, where the placement has it."""
         if self._slabs is None:
-            return device_state(parameter, key, dtype)
+            return device_state(self._weights.part(parameter), key, dtype)
         return self._slabs.new(parameter, key, dtype, zero=zero)
 
     def has_master(self, parameter: Tensor) -> bool:
         """See `DeviceWeights.has_master`."""
         return self._weights.has_master(parameter)
+
+    def part(self, parameter: Tensor) -> Tensor:
+        """See `DeviceWeights.part`."""
+        return self._weights.part(parameter)
 
     @property
     def overlaps_forward(self) -> bool:
@@ -239,10 +248,14 @@ class Assembly:
     ) -> None:
         host = self.host
         self.finish_reading()
+        self._check_alike(groups, assignments, states)
         if host is None:
             plan = plan_of(groups, assignments, self._weights, ns_batch_bytes=self._ns_batch_bytes)
             self._plan = plan
-            self._engine = Engine(plan, resident_schedule(plan), torn=self.torn)
+            self._engine = Engine(
+                plan, resident_schedule(plan), torn=self.torn, ranks_of=self._membership.ranks
+            )
+            self._share_weights(groups, assignments)
             return
         slot_bytes = None if isinstance(host.slot_bytes, str) else host.slot_bytes
         plan = plan_of(
@@ -293,10 +306,42 @@ class Assembly:
             sources=partial(_sources, weakref.ref(self)),
             memory_of=self._slabs.memory_of,
             overlaps_forward=self.overlaps_forward,
+            ranks_of=self._membership.ranks,
         )
+        self._share_weights(groups, assignments)
         self._slab_version = self._slabs.version
         tensors = (tensor for group in groups for tensor in group["params"])
         self._indices = {tensor: index for index, tensor in enumerate(tensors)}
+
+    def _check_alike(
+        self, groups: Groups, assignments: Mapping[Tensor, Assignment], states: States
+    ) -> None:
+        """Have a matrix that passes a caller's limit refused by all ranks, not by its owner alone."""
+        shared = [t for t, assignment in assignments.items() if assignment.share is not None]
+        slot_bytes = None if self.host is None else self.host.slot_bytes
+        limits_slots = isinstance(slot_bytes, int) and not any(map(is_dtensor, shared))
+        if not shared or not (isinstance(self._ns_batch_bytes, int) or limits_slots):
+            return
+        limit = self._ns_batch_bytes
+        plan = plan_of(groups, assignments, self._weights, ns_batch_bytes=limit, shared=False)
+        if limits_slots and self.host is not None:
+            staged_schedule(
+                plan,
+                staged_states(groups, states, store=self),
+                slot_bytes=self.host.slot_bytes,
+                num_slots=self.host.num_slots,
+            )
+
+    def _share_weights(self, groups: Groups, assignments: Mapping[Tensor, Assignment]) -> None:
+        schedule = self.engine.schedule
+        crossings = [
+            index
+            for index, task in enumerate(schedule.tasks)
+            if task.op is Op.ORTHOGONALIZE and isinstance(schedule.works[task.work], Exchange)
+        ]
+        self.engine.sharing = self._membership.sharing(
+            groups, assignments, ready=self.engine.ready, after=max(crossings, default=-1)
+        )
 
 
 def parking_key(key: str, tensor: Tensor) -> str:
@@ -364,7 +409,7 @@ def _reservations(plan: Plan, groups: Groups, *, store: Store) -> Iterator[Reser
             for index in fresh:
                 if key in dtypes[index]:
                     tensor, dtype = owners[index][1], dtypes[index][key]
-                    shape = tuple(tensor.shape)
+                    shape = tuple(store.part(tensor).shape)
                     yield Reservation(parameter=tensor, key=key, shape=shape, dtype=dtype)
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from muonloom.bound import Bound
 from muonloom.config import AdamWOptions, MuonOptions
+from muonloom.dtensors import local_part
 from muonloom.errors import complaint
 from muonloom.groups import Assignment, rate_warning, recipe_options
 from muonloom.guard import Verdict, gradient_of
@@ -67,22 +70,28 @@ def plan_of(
     *,
     ns_batch_bytes: int | str,
     slot_bytes: int | None = None,
+    shared: bool = True,
 ) -> Plan:
-    """Return the plan of one step; parameters are counted through all groups, in order."""
+    """Return the plan of one step; parameters are counted through all groups, in order.
+
+    Without `shared` it is that of a rank that does everything alone.
+    """
     matrices: list[MatrixEntry] = []
     scalars: list[ScalarEntry] = []
     pairs = [(g, tensor) for g, group in enumerate(groups) for tensor in group["params"]]
     turns = {tensor: turn for turn, tensor in enumerate(assignments)}
     for index, (g, tensor) in enumerate(pairs):
         assignment = known(assignments, tensor)
-        if assignment.spec is None:
+        if not shared:
+            assignment = replace(assignment, share=None)
+        if assignment.part_spec is None:
             scalars.append(
                 ScalarEntry(
                     index=index,
                     turn=turns[tensor],
                     name=assignment.name,
                     kind=assignment.kind,
-                    shape=assignment.shape,
+                    shape=assignment.part_shape,
                     device=tensor.device,
                     pool=(g,),
                     block_rows=weights.block_rows(tensor),
@@ -95,12 +104,13 @@ def plan_of(
                 turn=turns[tensor],
                 name=assignment.name,
                 kind=assignment.kind,
-                shape=assignment.shape,
-                spec=assignment.spec,
+                shape=assignment.part_shape,
+                spec=assignment.part_spec,
                 device=tensor.device,
                 eps=groups[g]["eps"],
                 recipe_options=tuple(sorted(recipe_options(groups[g]).items())),
                 block_rows=weights.block_rows(tensor),
+                share=assignment.share,
             )
         )
     return build_plan(matrices, scalars, ns_batch_bytes=ns_batch_bytes, slot_bytes=slot_bytes)
@@ -130,7 +140,7 @@ def sources_of(
 ) -> list[Source]:
     """Return all parameters' state and cut, in the plan's order."""
     return [
-        Source(state=states.get(tensor, {}), spec=known(assignments, tensor).spec)
+        Source(state=states.get(tensor, {}), spec=known(assignments, tensor).part_spec)
         for group in groups
         for tensor in group["params"]
     ]
@@ -143,6 +153,7 @@ def bind(
     weights: DeviceWeights,
     *,
     split: bool,
+    present: Sequence[bool] | None = None,
 ) -> list[Bound | None]:
     """Pair each parameter that has a gradient with its state and its group's numbers.
 
@@ -152,6 +163,7 @@ def bind(
         states: by parameter.
         weights: where device weights are.
         split: whether BF16 weights are half of their masters, and so are written as tensors.
+        present: which parameters have a gradient on some rank: zero is taken where it is not this one.
 
     Returns:
         In the plan's order; None for a parameter without gradient.
@@ -166,9 +178,11 @@ def bind(
         for tensor in group["params"]:
             assignment = known(assignments, tensor)
             gradient = gradient_of(assignment.name, tensor)
-            if gradient is None:
+            if gradient is None and (present is None or not present[len(bounds)]):
                 bounds.append(None)
                 continue
+            if gradient is None:
+                gradient = torch.zeros_like(local_part(tensor))
             if tuple(tensor.shape) != assignment.shape:
                 raise ValueError(
                     complaint(
@@ -181,11 +195,11 @@ def bind(
             bounds.append(
                 Bound(
                     name=assignment.name,
-                    weight=weights.stored(tensor) if split else tensor,
-                    gradient=gradient,
+                    weight=weights.stored(tensor) if split else weights.part(tensor),
+                    gradient=weights.own_rows(tensor, gradient),
                     state=states.get(tensor, {}),
                     options=options,
-                    spec=assignment.spec,
+                    spec=assignment.part_spec,
                     parameter=tensor,
                     writer=None if split else weights.writer(tensor),
                 )

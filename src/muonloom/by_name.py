@@ -12,7 +12,8 @@ from torch import Tensor
 from muonloom.failures import refuse_released, refuse_torn
 from muonloom.math import low_halves, settle_ties_
 from muonloom.saving import StateSaving
-from muonloom.segments import WEIGHT, SnapshotTensor
+from muonloom.segments import WEIGHT, Place, SnapshotTensor
+from muonloom.sharding import Box, whole_box
 from muonloom.snapshot import Snapshot
 from muonloom.state import MASTER_KEYS, State, lasting, state_dtypes
 
@@ -22,13 +23,8 @@ class StateByName(StateSaving):
 
     _settings: dict[str, Any]
 
-    def _snapshot(
-        self,
-        names: Mapping[Tensor, str],
-        others: list[SnapshotTensor],
-        extra_bytes: int | None,
-    ) -> Snapshot:
-        """Return the state of all parameters, named `names`, as a snapshot that steps respect from now on.
+    def _parts_by_name(self, names: Mapping[Tensor, str]) -> list[SnapshotTensor]:
+        """Return this rank's part of the state of all parameters, named `names`.
 
         To be called drained, and where tensors last (`lasting`).
 
@@ -38,15 +34,24 @@ class StateByName(StateSaving):
         """
         refuse_torn(self._assembly.torn)
         self._check_weights({p: n for p, n in self._names().items() if p not in self._gone})
-        tensors = [
+        return [
             tensor
             for index, param in enumerate(self._groups_by_parameter())
             for tensor in self._tensors_of(index, param, names[param])
         ]
-        return self._assembly.snapshot([*tensors, *others], extra_bytes)
+
+    def _snapshot(
+        self,
+        names: Mapping[Tensor, str],
+        others: list[SnapshotTensor],
+        extra_bytes: int | None,
+    ) -> Snapshot:
+        """Return all parts that this rank has as a snapshot that steps respect from now on."""
+        return self._assembly.snapshot([*self._parts_by_name(names), *others], extra_bytes)
 
     def _tensors_of(self, index: int, param: Tensor, name: str) -> Iterator[SnapshotTensor]:
-        state, spec = self.state.get(param, {}), self._assignments[param].spec
+        state, known = self.state.get(param, {}), self._assignments[param]
+        spec, place = known.part_spec, self._place(param)
         held: dict[str, tuple[torch.dtype, Callable[[slice, Tensor], None], frozenset[str]]] = {}
         if "master_low" in state:
             sources = frozenset({WEIGHT, "master_low"})
@@ -60,8 +65,8 @@ class StateByName(StateSaving):
             held[f"model.{name}"] = (stored.dtype, reading(stored), frozenset({WEIGHT}))
         for key, tensor in state.items():
             if key != "step" and key not in MASTER_KEYS:
-                known = (tensor.dtype, reading(tensor), frozenset({key}))
-                held[f"optimizer.{name}.{key}"] = known
+                entry = (tensor.dtype, reading(tensor), frozenset({key}))
+                held[f"optimizer.{name}.{key}"] = entry
         # Spans of what is not contiguous pass through a copy of all of it.
         kept = [self._weights.stored(param), *(t for k, t in state.items() if k != "step")]
         is_whole = spec is None and not all(tensor.is_contiguous() for tensor in kept)
@@ -69,13 +74,28 @@ class StateByName(StateSaving):
             yield SnapshotTensor(
                 key=key,
                 dtype=dtype,
-                shape=tuple(param.shape),
+                shape=known.part_shape,
                 read=read,
                 parameter=index,
                 sources=sources,
                 spec=spec,
                 is_whole=is_whole,
+                place=place,
             )
+
+    def _place(self, param: Tensor) -> Place:
+        known = self._assignments[param]
+        if known.share is None:
+            start = (0,) * len(known.shape)
+            return Place(whole=known.shape, offsets=start, ranks=self._membership.ids(param))
+        holding = known.share.holding
+        held = zip(holding.ranks, holding.states, strict=True)
+        return Place(
+            whole=holding.shape,
+            offsets=holding.own.offsets,
+            ranks=holding.ranks,
+            holders=tuple(rank for rank, box in held if box == holding.own),
+        )
 
     def _joined(self, param: Tensor, state: State) -> Callable[[slice, Tensor], None]:
         def read(rows: slice, out: Tensor) -> None:
@@ -86,19 +106,30 @@ class StateByName(StateSaving):
 
     # -- loading ------------------------------------------------------------------------------------
 
+    def _own_box(self, param: Tensor) -> Box:
+        """Return which part of a parameter this rank keeps masters and state of."""
+        known = self._assignments[param]
+        return whole_box(known.shape) if known.share is None else known.share.holding.own
+
     def _check_loadable(self) -> None:
         refuse_released(self._released.values(), "loading a checkpoint")
         self._weights.check({p: n for p, n in self._names().items() if self._weights.writer(p)})
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
-        """Have state and weights taken inside; where that fails, all count as torn until a good load."""
+        """Have state and weights taken inside; where that fails, all count as torn until a good load.
+
+        Of weights that several ranks have, each takes the part that it updates; they are shared at the end.
+        """
         self._assembly.quiesce()
         self._drained = True
         self._assembly.torn[:] = list(self._names().values())
         with lasting():
             yield
-        self._current_engine()
+            self._current_engine()
+            replicated = [param for param in self._assignments if self._is_replicated(param)]
+            if replicated:
+                self._share_weights(replicated)
         self._assembly.torn.clear()
 
     def _is_near(self, param: Tensor) -> bool:
@@ -112,14 +143,14 @@ class StateByName(StateSaving):
     def _make_master(self, param: Tensor) -> Tensor:
         """Return the place of the master, or of what the weight lacks of it; of any content."""
         if not self._weights.has_master(param):
-            return param.detach()
+            return self._weights.part(param).detach()
         return self._masters.place(param, self.state[param])
 
     def _take_box(
         self, param: Tensor, box: tuple[slice, ...], master: Tensor, *, is_settled: bool
     ) -> None:
         """Take a part of a master, and write that of the weight from it; see `_is_near`. Any thread may."""
-        weight = param.detach()[box]
+        weight = self._weights.part(param).detach()[box]
         if self._weights.has_master(param):
             if param.dtype == torch.bfloat16 and not is_settled:
                 master = master.clone()
@@ -146,7 +177,7 @@ class StateByName(StateSaving):
             self._masters.replace(param, state, weight.to(torch.float32))
             return
         self._masters.restore(param, state, None)
-        param.detach().copy_(weight)
+        self._weights.part(param).detach().copy_(weight)
         self._masters.doubt(param)
 
     def _state_target(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from muonloom.bound import Bound, cut
+from muonloom.collectives import Ranks
 from muonloom.config import AdamWOptions, MuonOptions
 from muonloom.cuts import flat_views
+from muonloom.exchange import Crossing
 from muonloom.layout import MatrixView
 from muonloom.math import iterate, muon_scale, normalize_
 from muonloom.places import Places, SpanState
-from muonloom.plan import Batch, Pack, Run, Span
+from muonloom.plan import Batch, Exchange, OwnedBatch, Pack, Run, Span, Work
 from muonloom.schedule import Op, Schedule, Task
 from muonloom.state import MASTER_KEYS
-from muonloom.telemetry import BatchRecord, MatrixRun, Squares, StepRecord
+from muonloom.telemetry import BatchRecord, MatrixRun, StepRecord
 from muonloom.update import adamw_, advance_momentum_, apply_update_, update_direction
 from muonloom.workspace import Workspace, Workspaces
-
-_RMS_CHUNK = 1 << 22
 
 # AdamW squares gradients in FP32; up to this the second moment and the moving averages stay finite.
 _LARGEST_SQUARABLE = 1e19
@@ -45,6 +45,14 @@ class _Flight:
     keep: Tensor | None = None
 
 
+@dataclass
+class _Trip:
+    """The exchange that is being worked on."""
+
+    work: int
+    crossing: Crossing
+
+
 class StepCompute:
     """The state of one step: which batch is in the workspace, and what it left there.
 
@@ -62,6 +70,7 @@ class StepCompute:
         *,
         workspaces: Workspaces,
         uses: Counter[int] | None,
+        ranks_of: Callable[[tuple[int, ...]], Ranks],
     ) -> None:
         self._schedule = schedule
         self._places = places
@@ -69,11 +78,13 @@ class StepCompute:
         self._record = record
         self._workspaces = workspaces
         self._uses = uses
+        self._ranks_of = ranks_of
         self._flight: _Flight | None = None
+        self._trip: _Trip | None = None
         self._gradients: dict[int, list[MatrixView]] = {}
         self.begun: set[tuple[int, int]] = set()
         self.written: set[tuple[int, int]] = set()
-        self._live = {unit.work for unit in schedule.units if any(map(self._present, unit.parts))}
+        self._live = {w for w, work in enumerate(schedule.works) if self._is_live(work)}
 
     def do(self, task: Task) -> None:
         """Carry out one task of the compute stream."""
@@ -82,13 +93,21 @@ class StepCompute:
         work = self._schedule.works[task.work]
         if isinstance(work, Pack):
             self._adamw(task.unit, work)
-        elif task.op is Op.ORTHOGONALIZE:
-            self._orthogonalize(work, task)
-        else:
+        elif task.op is not Op.ORTHOGONALIZE:
             phase = self._direction if task.op is Op.DIRECTION else self._update
             for part, run in enumerate(self._schedule.units[task.unit].parts):
                 assert isinstance(run, Run)
                 phase(work, task, part, run)
+        elif isinstance(work, Exchange):
+            self._cross(work, task)
+        else:
+            self._orthogonalize(work, task)
+
+    def _is_live(self, work: Work) -> bool:
+        """Whether some parameter of a work, of an exchange on any rank, has a gradient."""
+        if isinstance(work, Exchange):
+            return any(self._bounds[parameter] is not None for parameter in work.parameters)
+        return any(map(self._present, work.parts))
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that are still held."""
@@ -123,21 +142,45 @@ class StepCompute:
             self._gradients[run.parameter] = flat_views(bound.spec, bound.gradient)
         return cut(self._gradients[run.parameter], run)
 
-    def _direction(self, batch: Batch, task: Task, part: int, run: Run) -> None:
+    def _direction(self, work: Batch | Exchange, task: Task, part: int, run: Run) -> None:
         """Leave a run's normalized direction in the workspace; its state stays untouched.
 
         The momentum is advanced only in `_update`, when the iteration is known to have given finite
         numbers: a matrix whose iteration fails must keep its old momentum bit for bit.
         """
-        workspace = self._workspaces.of(batch.device)
-        if self._flight is None or self._flight.work != task.work:
-            flags = torch.zeros(2, batch.count, dtype=torch.bool, device=batch.device)
-            self._flight = _Flight(task.work, workspace.x(batch), idle=flags[0], held=flags[1])
+        workspace = self._workspaces.of(work.device)
+        if isinstance(work, Exchange):
+            crossing = self._crossing(work, task)
+            if not crossing.sends(run.offset):
+                return  # another rank holds the same
+            if not self._present(run):
+                crossing.leave_out(run.offset)
+                return
+            direction, gradient = self._direction_of(task, part, run, workspace)
+            scratch = workspace.fp32(1, gradient.shape)
+            crossing.send(run.offset, direction, gradient, scratch=scratch)
+            return
+        flight = self._flight_of(work, task, workspace)
         place = slice(run.offset, run.offset + run.count)
-        x = self._flight.x[place]
+        x = flight.x[place]
         if not self._present(run):
             x.zero_()  # the batch keeps its partition, whoever has a gradient
             return
+        _, options = self._bound(run)
+        direction, gradient = self._direction_of(task, part, run, workspace)
+        normalize_(direction.view(x.shape), eps=work.eps, out=x, like_torch=work.recipe.like_torch)
+        dims = _matrix_dims(gradient, run)
+        # Two vectorized reductions; the infinity norm runs element by element on a CPU.
+        largest, least = torch.amax(gradient, dims), torch.amin(gradient, dims)
+        idle = ((largest == 0) & (least == 0)).view(-1)
+        flight.idle[place] = idle
+        if options.skip_idle:
+            flight.held[place] = idle
+
+    def _direction_of(
+        self, task: Task, part: int, run: Run, workspace: Workspace
+    ) -> tuple[Tensor, Tensor]:
+        """Return a run's direction, in a FP32 buffer of the workspace, and its gradient."""
         _, options = self._bound(run)
         gradient = self._gradient(run)
         direction = update_direction(
@@ -148,32 +191,42 @@ class StepCompute:
             out=workspace.fp32(0, gradient.shape),
             scratch=workspace.fp32(1, gradient.shape),
         )
-        normalize_(
-            direction.view(x.shape), eps=batch.eps, out=x, like_torch=batch.recipe.like_torch
-        )
-        dims = _matrix_dims(gradient, run)
-        # Two vectorized reductions; the infinity norm runs element by element on a CPU.
-        largest, least = torch.amax(gradient, dims), torch.amin(gradient, dims)
-        idle = ((largest == 0) & (least == 0)).view(-1)
-        self._flight.idle[place] = idle
-        if options.skip_idle:
-            self._flight.held[place] = idle
+        return direction, gradient
+
+    def _flight_of(self, batch: Batch, task: Task, workspace: Workspace) -> _Flight:
+        if self._flight is None or self._flight.work != task.work:
+            flags = torch.zeros(2, batch.count, dtype=torch.bool, device=batch.device)
+            self._flight = _Flight(task.work, workspace.x(batch), idle=flags[0], held=flags[1])
+        return self._flight
+
+    def _crossing(self, exchange: Exchange, task: Task) -> Crossing:
+        if self._trip is None or self._trip.work != task.work:
+            memory = self._workspaces.of(exchange.device).exchange()
+            crossing = Crossing(exchange, self._ranks_of(exchange.ranks), memory)
+            self._trip = _Trip(task.work, crossing)
+        return self._trip.crossing
 
     def _orthogonalize(self, batch: Batch, task: Task) -> None:
         flight = self._flight
         assert flight is not None
+        keep = self._iterate(batch, flight, self._matrix_runs(task.work))
+        # On the CPU a look costs nothing, and spares the select in the common case.
+        flight.keep = None if batch.device.type == "cpu" and bool(keep.all()) else keep
+
+    def _iterate(self, batch: Batch, flight: _Flight, runs: Iterable[MatrixRun]) -> Tensor:
+        """Orthogonalize a batch; return for each matrix whether it is to be updated."""
         scratch = self._workspaces.of(batch.device).scratch(batch)
         flight.result = iterate(flight.x, batch.recipe, scratch)
         wide = torch.promote_types(flight.result.dtype, torch.float32)
         norms = torch.linalg.vector_norm(flight.result, dim=(-2, -1), dtype=wide)
         finite = torch.isfinite(norms)
-        runs = tuple(self._matrix_runs(task.work))
         keep = finite & ~flight.held
-        # On the CPU a look costs nothing, and spares the select in the common case.
-        flight.keep = None if batch.device.type == "cpu" and bool(keep.all()) else keep
         self._record.batches.append(
-            BatchRecord(runs=runs, norms=norms, written=keep, finite=finite, idle=flight.idle)
+            BatchRecord(
+                runs=tuple(runs), norms=norms, written=keep, finite=finite, idle=flight.idle
+            )
         )
+        return keep
 
     def _matrix_runs(self, work: int) -> Iterator[MatrixRun]:
         for u, unit in self._schedule.units_of(work):
@@ -181,33 +234,69 @@ class StepCompute:
                 if not self._present(run):
                     continue
                 assert isinstance(run, Run)
-                bound, options = self._bound(run)
+                bound, _ = self._bound(run)
                 assert bound.spec is not None
                 heads = bound.spec.cuts_heads and run.batched
-                yield MatrixRun(
-                    name=bound.name,
-                    kind=run.kind,
-                    shape=run.shape,
-                    offset=run.offset,
-                    count=run.count,
-                    factor=options.lr * muon_scale(*run.shape, options.adjust_lr_fn),
-                    head_momentum=self._places.kept_momentum(u, part) if heads else None,
-                )
+                yield self._matrix_run(run, self._places.kept_momentum(u, part) if heads else None)
 
-    def _update(self, batch: Batch, task: Task, part: int, run: Run) -> None:
+    def _matrix_run(self, run: Run, head_momentum: Tensor | None) -> MatrixRun:
+        bound, options = self._bound(run)
+        return MatrixRun(
+            name=bound.name,
+            kind=run.kind,
+            shape=run.shape,
+            offset=run.offset,
+            count=run.count,
+            factor=options.lr * muon_scale(*run.shape, options.adjust_lr_fn),
+            head_momentum=head_momentum,
+        )
+
+    def _cross(self, exchange: Exchange, task: Task) -> None:
+        """Bring fragments to their owners, orthogonalize what is owned here, and bring results back."""
+        crossing = self._crossing(exchange, task)
+        crossing.go()
+        for owned in exchange.owned:
+            self._orthogonalize_owned(owned, crossing)
+        crossing.come_back()
+
+    def _orthogonalize_owned(self, owned: OwnedBatch, crossing: Crossing) -> None:
+        batch = owned.batch
+        workspace = self._workspaces.of(batch.device)
+        flags = torch.zeros(2, batch.count, dtype=torch.bool, device=batch.device)
+        flight = _Flight(-1, workspace.x(batch), idle=flags[0], held=flags[1])
+        parts: list[tuple[slice, Tensor]] = []
+        for run, shipment in zip(batch.runs, owned.shipments, strict=True):
+            place = slice(run.offset, run.offset + run.count)
+            x = flight.x[place]
+            part = cut(crossing.views(shipment), run)
+            parts.append((place, part))
+            if not self._present(run):
+                x.zero_()
+                continue
+            _, options = self._bound(run)
+            direction = workspace.fp32(0, part.shape).copy_(part)
+            normalize_(
+                direction.view(x.shape), eps=batch.eps, out=x, like_torch=batch.recipe.like_torch
+            )
+            flight.idle[place] = crossing.idle(shipment, run)
+            if options.skip_idle:
+                flight.held[place] = flight.idle[place]
+        runs = [self._matrix_run(run, None) for run in batch.runs if self._present(run)]
+        keep = self._iterate(batch, flight, runs)
+        assert flight.result is not None
+        if batch.device.type != "cpu" or not bool(keep.all()):
+            crossing.mark(flight.result, keep=keep, held=flight.held)
+        for place, part in parts:
+            part.copy_(flight.result[place].view(part.shape))
+
+    def _update(self, work: Batch | Exchange, task: Task, part: int, run: Run) -> None:
         if not self._present(run):
             return
-        flight = self._flight
-        assert flight is not None
-        assert flight.result is not None
         bound, options = self._bound(run)
-        workspace = self._workspaces.of(batch.device)
+        workspace = self._workspaces.of(work.device)
         self._begin(task.unit, part, early=True)
         master = self._places.master(task.unit, part, workspace)
-        place = slice(run.offset, run.offset + run.count)
-        keep = flight.keep
-        if keep is not None:
-            keep = keep[place].view(_keep_shape(master, run))
+        direction, keep, scale = self._result(work, run, options, master)
         scratch = workspace.fp32(0, master.shape)
         advance_momentum_(
             self._places.momentum(task.unit, part),
@@ -218,16 +307,40 @@ class StepCompute:
         )
         apply_update_(
             master,
-            flight.result[place].view(master.shape),
+            direction,
             lr=options.lr,
             weight_decay=options.weight_decay,
-            scale=muon_scale(*run.shape, options.adjust_lr_fn),
+            scale=scale,
             keep=keep,
             scratch=scratch,
         )
         self._begin(task.unit, part, early=False)
         self._places.finish(task.unit, part, master, scratch)
         self._finished(task.unit, part, bound, master)
+
+    def _result(
+        self, work: Batch | Exchange, run: Run, options: MuonOptions, master: Tensor
+    ) -> tuple[Tensor, Tensor | None, float]:
+        """Return a run's result, where it is to be taken (None: everywhere), and the factor of its rate."""
+        if isinstance(work, Exchange):
+            assert self._trip is not None
+            direction, scale = self._trip.crossing.scaled(
+                run.offset, lambda m, n: muon_scale(m, n, options.adjust_lr_fn)
+            )
+            finite = torch.isfinite(direction)
+            if work.device.type == "cpu" and bool(finite.all()):
+                return direction, None, scale
+            bound, _ = self._bound(run)
+            self._record.broken.append((bound.name, torch.isnan(direction).any()))
+            return direction, finite, scale
+        flight = self._flight
+        assert flight is not None
+        assert flight.result is not None
+        place = slice(run.offset, run.offset + run.count)
+        keep = flight.keep if flight.keep is None else flight.keep[place]
+        keep = keep if keep is None else keep.view(_keep_shape(master, run))
+        scale = muon_scale(*run.shape, options.adjust_lr_fn)
+        return flight.result[place].view(master.shape), keep, scale
 
     def _begin(self, unit: int, part: int, *, early: bool) -> None:
         """Note that what lasts is being changed: where it is not staged, earlier."""
@@ -316,26 +429,3 @@ def _matrix_dims(tensor: Tensor, run: Run) -> tuple[int, ...]:
 def _keep_shape(tensor: Tensor, run: Run) -> list[int]:
     lead = [run.count] if run.batched else []
     return lead + [1] * (tensor.ndim - len(lead))
-
-
-def adamw_squares(bounds: Sequence[tuple[str, Bound]]) -> Squares:
-    """Return the size of the AdamW update that the present state stands for, by kind.
-
-    Computed only when somebody asks, in bounded pieces: it would cost a pass over the state each step.
-    """
-    squares: Squares = {}
-    for kind, bound in bounds:
-        options, state = bound.options, bound.state
-        assert isinstance(options, AdamWOptions)
-        count = float(state["step"])
-        if count == 0:
-            continue  # state was made, and no step taken
-        first, second = (1 - beta**count for beta in options.betas)
-        total, numel = squares.get(kind, (0.0, 0))
-        averages = (state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1))
-        for average, square in zip(*(torch.split(t, _RMS_CHUNK) for t in averages), strict=True):
-            update = (average / first) / ((square / second).sqrt() + options.eps)
-            norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
-            total += (options.lr * norm) ** 2
-        squares[kind] = (total, numel + bound.weight.numel())
-    return squares

@@ -45,6 +45,10 @@ def _is_batch_bytes(value: object) -> bool:
 
 
 # Option -> (check, what was wanted). What math/ checks under the same name is not repeated here.
+def _is_process_group(value: object) -> bool:
+    return value is None or value is False or type(value).__name__ == "ProcessGroup"
+
+
 _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "lr": (is_number, "a finite number >= 0, or a one-element tensor of one"),
     "weight_decay": (is_number, "a finite number >= 0"),
@@ -75,6 +79,7 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
         lambda value: value in ("device", "host") or isinstance(value, HostPlacement),
         "'device', 'host' or a muonloom.HostPlacement",
     ),
+    "process_group": (_is_process_group, "None, False or a process group"),
     "algorithm": (lambda value: value in ALGORITHMS, "'muon' or 'adamw'"),
 }
 

@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from muonloom.bound import Bound
+from muonloom.collectives import Ranks, ranks_of
 from muonloom.compute import StepCompute
 from muonloom.device import Backend, Event, Stream
 from muonloom.places import ResidentPlaces, StagedPlaces
 from muonloom.plan import Plan
 from muonloom.schedule import Op, Schedule, Task
+from muonloom.sharing import WeightSharing
 from muonloom.snapshot import Snapshot
 from muonloom.staging import Source, Staging
 from muonloom.state import storage_bytes
@@ -30,6 +32,8 @@ class Engine:
     Attributes:
         schedule: what it runs.
         snapshot: what a save still reads of the state; asked before parts of a task change what lasts.
+        sharing: what gives updated weights to ranks that did not update them.
+        ready: by parameter, the task after which this rank's part of the weight is written.
 
     Args:
         plan: of the step.
@@ -40,6 +44,7 @@ class Engine:
         memory_of: see `Staging`.
         overlaps_forward: whether `run` returns before the weights are in order for the caller, who asks
             for each by `wait_for`.
+        ranks_of: returns the group of some ranks.
     """
 
     def __init__(
@@ -52,8 +57,11 @@ class Engine:
         sources: Callable[[], Sources] = list,
         memory_of: Callable[[Tensor], Tensor] | None = None,
         overlaps_forward: bool = False,
+        ranks_of: Callable[[tuple[int, ...]], Ranks] = ranks_of,
     ) -> None:
         self.schedule = schedule
+        self.sharing: WeightSharing | None = None
+        self._ranks_of = ranks_of
         self.snapshot: Snapshot | None = None
         self._torn = torn
         self._plan = plan
@@ -73,16 +81,17 @@ class Engine:
         self._compute: StepCompute | None = None
         self._ahead = 0  # how many of the first tasks have been issued for the next step
         self._last_load = max((i for i, t in enumerate(schedule.tasks) if _is_load(t)), default=-1)
-        self._ready = _last_writers(schedule)
+        self.ready = _last_writers(schedule)
         self._readied: dict[int, list[int]] = {}
-        for parameter, task in self._ready.items():
+        for parameter, task in self.ready.items():
             self._readied.setdefault(task, []).append(parameter)
 
     @property
     def workspace_bytes(self) -> int:
         """The bytes of all workspaces and rooms, as allocated."""
         rooms = self._staging.rooms if self._staging is not None else ()
-        return self._workspaces.nbytes + storage_bytes(rooms)
+        buckets = 0 if self.sharing is None else self.sharing.nbytes
+        return self._workspaces.nbytes + storage_bytes(rooms) + buckets
 
     @property
     def slot_bytes(self) -> int:
@@ -138,8 +147,13 @@ class Engine:
             record,
             workspaces=self._workspaces,
             uses=self._plan.gradient_uses() if free_gradients else None,
+            ranks_of=self._ranks_of,
         )
         self._places.bind(bounds)
+        if free_gradients:  # of what this rank has no part of nothing is read
+            for index, bound in enumerate(bounds):
+                if bound is not None and index not in self.ready:
+                    bound.gradient = bound.parameter.grad = None
 
         def finish() -> None:
             compute.drop_gradients()
@@ -154,7 +168,7 @@ class Engine:
                     bound.parameter.grad = None
 
         try:
-            self._run(compute, record, clock, finish, drop)
+            self._run(compute, bounds, record, clock, finish, drop)
         except BaseException as failure:
             self._recover(compute, failure)
             finish()
@@ -163,11 +177,14 @@ class Engine:
     def _run(
         self,
         compute: StepCompute,
+        bounds: Sequence[Bound | None],
         record: StepRecord,
         clock: PhaseClock,
         finish: Callable[[], None],
         drop: Callable[[int], None],
     ) -> None:
+        if self.sharing is not None:
+            self.sharing.begin(frozenset(i for i, bound in enumerate(bounds) if bound is not None))
         if self._staging is None or self._backend is None:
             for index, task in enumerate(self.schedule.tasks):
                 if self.snapshot is not None and task.unit >= 0:
@@ -175,6 +192,8 @@ class Engine:
                     self.snapshot.before_write(index, compute.present_parts(task.unit))
                 _do(compute, task, clock)
                 drop(index)
+                self._share(index, clock)
+            self._share(None, clock)
             finish()
             return
         self._compute = compute
@@ -193,6 +212,8 @@ class Engine:
                 self._wait(task, stream)
                 self._wait_for_save(index, stream, present)
                 stream.submit(partial(_do, compute, task, clock), task.op.value)
+                if self.sharing is not None and self.sharing.is_due(index):
+                    stream.submit(partial(self._share, index, clock), "share")
                 self._events[index] = stream.record()
                 drop(index)
             elif task.op.stream == "store":
@@ -206,11 +227,23 @@ class Engine:
         if self._overlaps_forward:
             for gradient in compute.gradients():
                 stream.uses(gradient)
+        if self.sharing is not None:
+            stream.submit(partial(self._share, None, clock), "share")
         stream.submit(finish, "finish")
         self._last_computed = stream.record()
         if not self._overlaps_forward:
             self.wait_for_weights()
         self.check()
+
+    def _share(self, index: int | None, clock: PhaseClock) -> None:
+        """Give other ranks the weights that are complete after a task; None: all, and take theirs."""
+        if self.sharing is None:
+            return
+        clock.enter("share")
+        if index is None:
+            self.sharing.finish()
+        else:
+            self.sharing.advance(index)
 
     def wait_for_weights(self) -> None:
         """Have the caller's next operations wait for all weights of the last step."""
@@ -220,8 +253,10 @@ class Engine:
     def wait_for(self, parameters: Iterable[int]) -> None:
         """Have the caller's next operations wait for the weights of these parameters."""
         assert self._backend is not None
+        if self.sharing is not None:  # others' parts come at the end
+            self.wait_for_weights()
         caller = self._backend.caller()
-        for task in {self._ready[p] for p in parameters if p in self._ready}:
+        for task in {self.ready[p] for p in parameters if p in self.ready}:
             event = self._events[task]
             if event is not None:
                 caller.wait(event)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from muonloom.assembly import Assembly
 from muonloom.bfloat16_writer import BFloat16Writer
+from muonloom.dtensors import is_dtensor
 from muonloom.engine import Engine
 from muonloom.errors import complaint
 from muonloom.failures import refuse_released
@@ -130,17 +131,33 @@ class EngineBinding(Optimizer):
         """Bind `engine`, and what bound and installed ones hold of parameters that have no writer yet."""
         if engine is not None:
             self.bind(engine)
-        engines = [*self._weights.engines, *(handle.engine for handle in _installed)]
-        found = collect_writers(engines, self._names())
+        found = self._claimed(None)
         fresh = {p: pair for p, pair in found.items() if self._weights.writer(p) is None}
         self._register(dict(fresh))
         for other, _ in fresh.values():
             self._weights.bind(other)
 
+    def _claimed(self, engine: ExpertEngine | None) -> dict[Tensor, tuple[ExpertEngine, Writer]]:
+        """Return the writers that `engine`, and bound and installed ones, have for its parameters."""
+        engines = [] if engine is None or not hasattr(engine, "named_writers") else [engine]
+        engines += [*self._weights.engines, *(handle.engine for handle in _installed)]
+        return collect_writers(engines, self._names())
+
     def _register(self, pairs: Mapping[Tensor, tuple[ExpertEngine | None, Writer]]) -> None:
         """Register all of these writers, or none."""
         for param, (_, writer) in pairs.items():
-            self._refuse_split(self._assignment(param).name, writer)
+            known = self._assignment(param)
+            self._refuse_split(known.name, writer)
+            if known.share is not None or is_dtensor(param):
+                raise ValueError(
+                    complaint(
+                        known.name,
+                        got=f"a {type(writer).__name__} for a parameter that several ranks update",
+                        wanted="one that this rank updates whole",
+                        remedy="Give engine= to Muon(...), or process_group=False to its group; keep it "
+                        "out of FSDP by ignored_params=.",
+                    )
+                )
         refuse_released(self._released.values(), "a new writer")
         self._assembly.settle()
         self._assembly.finish_reading()

@@ -15,6 +15,18 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message leads with the file or the parameter."""
 
 
+class LostRanksError(RuntimeError):
+    """Ranks that did not take part in a collective within the timeout of their process group.
+
+    Attributes:
+        ranks: which, as `torch.distributed` numbers all processes; empty where that is not known.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
 def complaint(name: str, *, got: object, wanted: object, remedy: str) -> str:
     """Return one line that leads with the parameter's (or option's) name."""
     return f"{name}: got {got}; wanted {wanted}. {remedy}"

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from muonloom.dtensors import boxes, is_dtensor, local_part, mesh_ranks
 from muonloom.errors import complaint
 from muonloom.exporting import MAX_BYTES, Exporter, Weight, check_options
 from muonloom.failures import storage_given_up
+from muonloom.gathering import gathered
 from muonloom.hollow import is_hollow
 from muonloom.model_tensors import named_tensors, unwrapped
 from muonloom.optimizer import Muon
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# Of what is put together from ranks: a part, the whole, and parts on their way.
+_GATHERING_BYTES = 12
 
 
 def export_weights(
@@ -38,8 +48,12 @@ def export_weights(
     Beside the tensors that the caller holds, and the one being made, it never has more than `max_bytes` in
     use. Take all before the next ``optimizer.step()``.
 
+    Over ranks it is a collective: all of them call it alike, take all tensors, and get the same ones. What
+    is spread over ranks (DTensors, and masters of which each keeps a part) is put together tensor by
+    tensor, on the host; what a rank has alone, such as its own experts, comes out on that rank alone.
+
     Args:
-        model: a model of transformers, or any module; also inside DDP or ``torch.compile``.
+        model: a model of transformers, or any module; also inside DDP, FSDP2 or ``torch.compile``.
         optimizer: holds masters of its parameters; is drained.
         dtype: of what the optimizer holds: ``torch.bfloat16``, ``torch.float16``, ``torch.float32`` or
             ``"float8_block"``.
@@ -55,7 +69,8 @@ def export_weights(
         ValueError: a bad option, or a `max_bytes` with which a tensor cannot be made; no parameter of the
             optimizer is in `model`; the iterator: storage was given up that neither master nor copy
             stands for, or a weight is too large for float16.
-        RuntimeError: the iterator: this rank does not hold all of a master, or a step was taken meanwhile.
+        RuntimeError: the iterator: a step was taken meanwhile.
+        LostRanksError: a rank does not take part.
     """
     if not isinstance(optimizer, Muon):
         raise TypeError(
@@ -68,10 +83,20 @@ def export_weights(
         )
     check_options(dtype, max_bytes)
     model = unwrapped(model)
-    source = _OptimizerSource(named_tensors(model), optimizer)
-    exporter = Exporter(model, source, dtype=dtype, max_bytes=max_bytes)
-    optimizer.drain()
+    with optimizer._membership.all_or_none():
+        _show_shards(model)
+        source = _OptimizerSource(named_tensors(model), optimizer)
+        exporter = Exporter(model, source, dtype=dtype, max_bytes=max_bytes)
+        optimizer.drain()
     return exporter.tensors(torch.device("cpu" if device is None else device))
+
+
+def _show_shards(model: nn.Module) -> None:
+    """Have modules show the parameters that the optimizer knows: FSDP2 may leave whole ones."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 class _OptimizerSource:
@@ -95,9 +120,14 @@ class _OptimizerSource:
                 )
             )
         self.weights = {
-            name: Weight(shape=tensor.shape, dtype=tensor.dtype, algorithm=algorithms.get(tensor))
+            name: self._described(tensor, algorithms.get(tensor))
             for name, tensor in tensors.items()
         }
+
+    def _described(self, tensor: Tensor, algorithm: str | None) -> Weight:
+        spread = algorithm is not None and self._optimizer._spread(tensor) is not None
+        costs = {"reading_bytes": _GATHERING_BYTES} if spread or is_dtensor(tensor) else {}
+        return Weight(shape=tensor.shape, dtype=tensor.dtype, algorithm=algorithm, **costs)
 
     @property
     def version(self) -> int:
@@ -108,24 +138,29 @@ class _OptimizerSource:
         """Return these rows (None: all), on the host or (not the optimizer's) the device."""
         tensor = self._tensors[name]
         if self.weights[name].algorithm is not None:
-            return _master(self._optimizer, name, tensor, rows)
+            master: Tensor = self._optimizer.gathered_master(tensor, rows=rows)
+            return master
         copy = self._optimizer.released_copy(tensor)
         if copy is None and is_hollow(tensor):
             raise storage_given_up(name, wanted="a weight to read")
-        found = (tensor if copy is None else copy).detach()
-        return found if rows is None else found[rows]
+        held = tensor if copy is None else copy
+        return self._gathered(name, held, rows) if is_dtensor(held) else _rows(held.detach(), rows)
 
-
-def _master(optimizer: Muon, name: str, param: Tensor, rows: slice | None) -> Tensor:
-    """Return rows of the complete FP32 master (None: all), on the host; nobody may write them."""
-    master: Tensor | None = optimizer.get_full_parameter_master(param, rows=rows)
-    if master is None:
-        raise RuntimeError(
-            complaint(
-                name,
-                got="a master that this rank does not hold all of",
-                wanted="whole parameters on this rank",
-                remedy="Masters are not gathered over ranks; export where they are whole.",
-            )
+    def _gathered(self, name: str, tensor: DTensor, rows: slice | None) -> Tensor:
+        """Return rows of a DTensor that is not the optimizer's."""
+        parts, own = boxes(tensor, name), local_part(tensor).detach()
+        if all(box.is_all_of(tensor.shape) for box in parts):
+            return _rows(own, rows)
+        return gathered(
+            lambda inside: _rows(own, inside),
+            parts,
+            shape=tensor.shape,
+            rows=rows,
+            dtype=tensor.dtype,
+            ranks=self._optimizer._membership.ranks(mesh_ranks(tensor)),
+            device=own.device,
         )
-    return master
+
+
+def _rows(tensor: Tensor, rows: slice | None) -> Tensor:
+    return tensor if rows is None else tensor[rows]

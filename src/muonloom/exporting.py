@@ -22,8 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, FLOAT8_BLOCK)
 BLOCK = (128, 128)
 MAX_BYTES = 1 << 30
 
-# An FP32 element that is read, and what of; and what a conversion makes of it besides.
-_READING_BYTES = 8
+# An FP32 element that is read, and what a conversion makes of it besides.
 _CONVERTING_BYTES = 12
 
 # Parts that wrappers put into names.
@@ -38,11 +37,13 @@ class Weight:
         shape: of all of it.
         dtype: that the model has it in.
         algorithm: by which the optimizer updates it; None: the optimizer does not hold it.
+        reading_bytes: what an element takes while it is read: as FP32, and what of.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     algorithm: str | None
+    reading_bytes: int = 8
 
 
 class WeightSource(Protocol):
@@ -154,8 +155,15 @@ class Exporter:
         read = self._source.read
         if not conversion.computes:
             (name,) = conversion.sources
-            shape, dtype = self._source.weights[name].shape, self._own_dtype(conversion)
-            return [_Part(shape=shape, dtype=dtype, read=functools.partial(read, name))]
+            weight, dtype = self._source.weights[name], self._own_dtype(conversion)
+            return [
+                _Part(
+                    shape=weight.shape,
+                    dtype=dtype,
+                    read=functools.partial(read, name),
+                    reading_bytes=weight.reading_bytes,
+                )
+            ]
         rows = slice(index, index + 1) if conversion.by_expert else None
         made = self._convert({name: read(name, rows) for name in conversion.sources})
         return [_Part.of(tensor) for _, tensor in reversed(made)]
@@ -177,15 +185,16 @@ class Exporter:
         return self._dtype
 
     def _check_memory(self, conversion: Conversion) -> None:
-        shapes = [self._source.weights[name].shape for name in conversion.sources]
+        weights = [self._source.weights[name] for name in conversion.sources]
         if conversion.computes:
-            numel = sum(map(math.prod, shapes)) // len(conversion.outputs)
-            needed = _CONVERTING_BYTES * numel
+            numel = sum(math.prod(weight.shape) for weight in weights) // len(conversion.outputs)
+            needed = max(_CONVERTING_BYTES, *(w.reading_bytes for w in weights)) * numel
         else:
-            (shape,) = shapes
+            (weight,) = weights
             rows = BLOCK[0] if self._kind_of(conversion.sources) == FLOAT8_BLOCK else 1
-            length = shape[0] if shape else 1
-            needed = _READING_BYTES * math.prod(shape) // max(1, length) * min(rows, length)
+            length = weight.shape[0] if weight.shape else 1
+            row_numel = math.prod(weight.shape) // max(1, length)
+            needed = weight.reading_bytes * row_numel * min(rows, length)
         if needed > self._max_bytes:
             raise ValueError(
                 complaint(
@@ -267,11 +276,13 @@ class _Part:
         shape: of all of it.
         dtype: that it has if it stays as it is.
         read: returns these rows, or (None) all; nobody may write them.
+        reading_bytes: what an element takes while it is read.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     read: Callable[[slice | None], Tensor]
+    reading_bytes: int = 8
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Part:
@@ -287,7 +298,7 @@ class _Part:
         if not self.shape:
             yield None
             return
-        rows = max_bytes // max(1, _READING_BYTES * math.prod(self.shape[1:]))
+        rows = max_bytes // max(1, self.reading_bytes * math.prod(self.shape[1:]))
         step = max(multiple, rows - rows % multiple)
         for start in range(0, self.shape[0], step):
             yield slice(start, min(start + step, self.shape[0]))

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from muonloom.config import check_options
+from muonloom.dtensors import local_part
 from muonloom.errors import complaint
 from muonloom.layout import BlockSpec, Layout, Rule, canonical_name
 from muonloom.math import make_recipe, muon_scale
+from muonloom.ownership import Share
 
 _WHOLE_ONLY = frozenset(
     {
@@ -31,13 +33,27 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Where one parameter goes, and how it is cut; `spec` is None for AdamW."""
+    """Where one parameter goes, and how it is cut; `spec` is None for AdamW.
+
+    `share` is what this rank does of it; None: everything.
+    """
 
     name: str
     kind: str
     algorithm: str
     shape: tuple[int, ...]
     spec: BlockSpec | None
+    share: Share | None = None
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of this rank's part."""
+        return self.shape if self.share is None else self.share.shape
+
+    @property
+    def part_spec(self) -> BlockSpec | None:
+        """How this rank's part is cut."""
+        return self.spec if self.share is None else self.share.spec
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -183,28 +199,20 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
                 remedy="Masters are FP32: convert the parameter, or leave it to another optimizer.",
             )
         )
-    if tensor.layout is not torch.strided:
+    if local_part(tensor).layout is not torch.strided:
         raise ValueError(
             complaint(
                 name, got=f"{tensor.layout}", wanted="a dense tensor", remedy="Use to_dense()."
             )
         )
-    if any(size > 1 and tensor.stride(dim) == 0 for dim, size in enumerate(tensor.shape)):
+    held = local_part(tensor)
+    if any(size > 1 and held.stride(dim) == 0 for dim, size in enumerate(held.shape)):
         raise ValueError(
             complaint(
                 name,
                 got=f"strides {tensor.stride()}, where elements share memory",
                 wanted="an element of its own for each index",
                 remedy="Use .contiguous() or .clone() before making it a parameter.",
-            )
-        )
-    if type(tensor).__name__ == "DTensor" or hasattr(tensor, "device_mesh"):
-        raise ValueError(
-            complaint(
-                name,
-                got="a DTensor",
-                wanted="a local tensor",
-                remedy="Sharded parameters are not offered yet; see docs/scope.md.",
             )
         )
 

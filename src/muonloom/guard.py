@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from muonloom.dtensors import is_dtensor, local_gradient, local_part
 from muonloom.errors import complaint
+from muonloom.ranks import this_rank
 
 _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,16 +26,18 @@ class Verdict:
         offender: name of the first parameter with a non-finite gradient, or None.
         earlier_failure: whether the last step left a matrix whose iteration was not finite.
         weights_moved: whether weights seem to have been written from outside.
+        offender_rank: where the offender was found; None: here.
     """
 
     grad_norm: float
     offender: str | None
     earlier_failure: bool
     weights_moved: bool
+    offender_rank: int | None = None
 
 
 def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
-    """Return `main_grad` where present, else `grad`.
+    """Return `main_grad` where present, else `grad`; of a DTensor this rank's part.
 
     Raises:
         ValueError: it is sparse, or not shaped as the parameter.
@@ -43,7 +47,8 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad
     if gradient is None:
         return None
-    if gradient.layout is not torch.strided or gradient.dtype not in _GRADIENT_DTYPES:
+    given = parameter
+    if local_part(gradient).layout is not torch.strided or gradient.dtype not in _GRADIENT_DTYPES:
         raise ValueError(
             complaint(
                 name,
@@ -52,6 +57,8 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
                 remedy="Turn sparse=True off in the embedding, and keep main_grad in FP32 or BF16.",
             )
         )
+    if not is_dtensor(gradient):
+        parameter = local_part(parameter)  # as main_grad may be, beside a DTensor
     if gradient.shape != parameter.shape:
         raise ValueError(
             complaint(
@@ -61,7 +68,7 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
                 remedy="Set .grad or .main_grad in the parameter's own shape.",
             )
         )
-    return gradient.detach()
+    return local_gradient(gradient.detach(), given)
 
 
 def inspect_gradients(
@@ -141,7 +148,7 @@ class SkipPolicy:
         """Tell of a skipped step: of the first, second, fourth, eighth, … of a run."""
         if self.in_a_row & (self.in_a_row - 1) == 0:
             warnings.warn(
-                f"{_nonfinite(verdict)} Step skipped on rank {_rank()}, {self.in_a_row} in a row.",
+                f"{_nonfinite(verdict)} Step skipped on rank {_rank(verdict)}, {self.in_a_row} in a row.",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -156,6 +163,5 @@ def _nonfinite(verdict: Verdict) -> str:
     )
 
 
-def _rank() -> int:
-    group = torch.distributed
-    return group.get_rank() if group.is_available() and group.is_initialized() else 0
+def _rank(verdict: Verdict) -> int:
+    return this_rank() if verdict.offender_rank is None else verdict.offender_rank

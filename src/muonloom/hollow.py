@@ -6,12 +6,14 @@ stays the same object, with its `.grad`, its hooks and its place in the graph. T
 `torch.nn.parameter.UninitializedTensorMixin`.
 
 What reaches a tensor's memory without asking Python cannot be refused here: `torch.tensor(hollow)`, DLPack,
-an extension in C++, and a collective of `torch.distributed` that is given the tensor itself.
+an extension in C++, and a collective of `torch.distributed` that is given the tensor itself. DDP, FSDP and
+FSDP2 ask Python first when they take a model over, and are refused.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -19,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from muonloom.dtensors import local_part
 from muonloom.errors import complaint
 
 
@@ -92,7 +95,8 @@ def hollow_reason(tensor: Tensor) -> str:
 
 def is_released(tensor: Tensor) -> bool:
     """Whether a tensor that has elements has no storage: reading it would crash the process."""
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    held = local_part(tensor)
+    return held.numel() > 0 and held.untyped_storage().nbytes() == 0
 
 
 def recast_(tensor: Tensor, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -220,9 +224,35 @@ def _refusal(tensor: Tensor, what: str) -> RuntimeError:
             record.name,
             got=f"{what} of a weight whose storage was given up",
             wanted="only its shape, dtype, device, gradient and hooks",
-            remedy=record.why,
+            remedy=" ".join([record.why, *_wrapping_remedies(record.name)]),
         )
     )
+
+
+# By module and function of torch that take a model's parameters over: how to have them leave one alone.
+_WRAPPING = {
+    (
+        "torch.nn.parallel.distributed",
+        "__init__",
+    ): "DistributedDataParallel(model, init_sync=False), "
+    "which still reduces its gradient; or, before, "
+    "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [{name!r}])",
+    ("torch.distributed.fsdp._fully_shard._fully_shard", "fully_shard"): "fully_shard(module, "
+    "ignored_params={{model.get_parameter({name!r})}})",
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "__init__"): "FullyShardedDataParallel("
+    "module, ignored_states=[model.get_parameter({name!r})])",
+}
+
+
+def _wrapping_remedies(name: str) -> Iterator[str]:
+    """Yield what else helps, where the caller is a wrapper's constructor."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        key = (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
+        if key in _WRAPPING:
+            yield f"Or have the wrapper leave it alone: {_WRAPPING[key].format(name=name)}."
+            return
 
 
 # fmt: off

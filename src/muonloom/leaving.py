@@ -6,9 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from muonloom.dtensors import is_dtensor, local_part
+from muonloom.errors import complaint
 from muonloom.hollow import hollow_, is_hollow, whole_
 from muonloom.layout import canonical_name
+from muonloom.ranks import num_ranks
 from muonloom.writers import ExpertEngine
 
 REMEDY = "Call resume() of its optimizer first."
@@ -49,6 +53,25 @@ def tensors_of(model: nn.Module | None) -> dict[Tensor, str]:
     return {tensor: canonical_name(name) for name, tensor in found}
 
 
+def called_first(model: nn.Module) -> list[nn.Module]:
+    """Return what may be called, and reads the model before any hook of a module inside it runs."""
+    return list(dict.fromkeys([model, *_wrappers(model)]))
+
+
+def exposed_buffers(model: nn.Module | None) -> dict[Tensor, str]:
+    """Return buffers that DDP around the model would send round before a hook of the model can refuse.
+
+    Whether there is a DDP around it cannot be seen.
+    """
+    if model is None or num_ranks() == 1 or _wrappers(model):
+        return {}
+    return {tensor: canonical_name(name) for name, tensor in model.named_buffers()}
+
+
+def _wrappers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
 def sharers(leaving: Mapping[Tensor, Leaving], known: Iterable[Tensor]) -> tuple[str, ...]:
     """Return the names of tensors whose storage holds something else than what is to go.
 
@@ -61,7 +84,8 @@ def sharers(leaving: Mapping[Tensor, Leaving], known: Iterable[Tensor]) -> tuple
     for tensor in going:
         place = tensor.untyped_storage().data_ptr()
         bytes_of[place] = bytes_of.get(place, 0) + tensor.nbytes
-    staying = {t.untyped_storage().data_ptr() for t in known if t not in going} - {0}
+    others = (local_part(tensor) for tensor in known if tensor not in going)
+    staying = {tensor.untyped_storage().data_ptr() for tensor in others} - {0}
     names: dict[str, None] = {}
     for tensor, name in going.items():
         storage = tensor.untyped_storage()
@@ -73,15 +97,30 @@ def sharers(leaving: Mapping[Tensor, Leaving], known: Iterable[Tensor]) -> tuple
     return tuple(names)
 
 
+def refuse_dtensors(names: Mapping[Tensor, str]) -> None:
+    """Raise a ValueError that names the first DTensor: its weight cannot be taken away."""
+    for tensor, name in names.items():
+        if is_dtensor(tensor):
+            raise ValueError(
+                complaint(
+                    name,
+                    got="a DTensor, which its wrapper reads without asking",
+                    wanted="weights that can be taken away",
+                    remedy="Use release(weights=False), and move the model by its own means.",
+                )
+            )
+
+
 def drop_gradient(param: Tensor, name: str) -> bool:
     """Let go of a parameter's gradients; return whether all could go.
 
     A `main_grad` is somebody's buffer, made once: it stays the same object, without storage.
     """
-    if param.grad is not None and not _is_part(param.grad):
+    # What a DTensor's gradient is part of lives no longer than all gradients in it.
+    if param.grad is not None and (is_dtensor(param.grad) or not _is_part(param.grad)):
         param.grad = None
     main_grad = getattr(param, "main_grad", None)
-    if main_grad is not None and not _is_part(main_grad):
+    if main_grad is not None and not is_dtensor(main_grad) and not _is_part(main_grad):
         hollow_(main_grad, f"{name}.main_grad", REMEDY)
         main_grad = None
     return param.grad is None and main_grad is None

@@ -75,12 +75,13 @@ class MasterBook:
             ValueError: that is not shaped as the parameter; no state was made.
         """
         source = self._weights.source(parameter).detach()
-        if source.shape != parameter.shape:
+        shape = self._weights.part(parameter).shape
+        if source.shape != shape:
             raise ValueError(
                 complaint(
                     name,
                     got=f"a writer whose weight is shaped {tuple(source.shape)}",
-                    wanted=f"{tuple(parameter.shape)}, as the parameter",
+                    wanted=f"{tuple(shape)}, as the parameter",
                     remedy="Give each parameter a writer of its own shape.",
                 )
             )

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from muonloom.assembly import Assembly
-from muonloom.binding import announce, bind, only_makes_state
-from muonloom.bound import Bound
-from muonloom.by_name import StateByName
-from muonloom.compute import adamw_squares
+from muonloom.binding import announce, only_makes_state
 from muonloom.config import HostPlacement, check_options
 from muonloom.device import Backend, backend_for
-from muonloom.engine import Engine
 from muonloom.failures import (
     refuse_failed_iterations,
     refuse_overflow,
     refuse_released,
-    refuse_torn,
 )
 from muonloom.groups import (
     Assignment,
@@ -35,12 +31,14 @@ from muonloom.groups import (
     refuse_misplaced,
     split_group,
 )
-from muonloom.guard import SkipPolicy, inspect_gradients
+from muonloom.guard import SkipPolicy
 from muonloom.layout import Layout
 from muonloom.masters import MasterBook
+from muonloom.membership import Membership
 from muonloom.overlap import OverlapHandle, overlap_forward
-from muonloom.state import StateByParameter, ensure_state
-from muonloom.telemetry import PhaseClock, Squares, StepRecord, StepReport
+from muonloom.state import StateByParameter
+from muonloom.stepping import Stepping
+from muonloom.telemetry import PhaseClock, StepRecord, StepReport
 from muonloom.weights import DeviceWeights
 from muonloom.writers import ExpertEngine
 
@@ -49,7 +47,7 @@ _log = logging.getLogger("muonloom")
 _GROUP_ONLY = frozenset({"params", "param_names", "algorithm"})
 
 
-class Muon(StateByName):
+class Muon(Stepping):
     """Muon for matrices, AdamW for everything else, in one optimizer.
 
     Each matrix ``W`` (m, n) with gradient ``G`` takes, in FP32 but for the iteration::
@@ -90,6 +88,9 @@ class Muon(StateByName):
         max_consecutive_skips: so many steps in a row may be left out; the next one raises.
         free_gradients: whether to set each ``.grad`` to None as soon as the step needs it no more, so
             that memory falls during the step, also where the step is skipped; ``main_grad`` stays.
+        process_group: the ranks that hold these parameters and get the same gradients; each updates a part
+            of them, and keeps the state of that alone. None: all ranks, where `torch.distributed` is
+            initialized; False: this rank is alone. Also an option of a group. DTensors go by their mesh.
         engine: writes the device weights of the parameters that it holds; see `bind`.
         placement: where masters and momentum live: ``"device"``, ``"host"`` or a `HostPlacement`. The
             numbers are the same, bit for bit.
@@ -123,6 +124,7 @@ class Muon(StateByName):
         skip_nonfinite: bool = True,
         max_consecutive_skips: int = 20,
         free_gradients: bool = False,
+        process_group: ProcessGroup | Literal[False] | None = None,
         engine: ExpertEngine | None = None,
         placement: str | HostPlacement = "device",
     ) -> None:
@@ -154,6 +156,7 @@ class Muon(StateByName):
                 **self._settings,
                 "skip_nonfinite": skip_nonfinite,
                 "max_consecutive_skips": max_consecutive_skips,
+                "process_group": process_group,
             }
         )
         check_group(group_defaults)
@@ -167,6 +170,9 @@ class Muon(StateByName):
         self._weights = DeviceWeights()
         self._released: dict[Tensor, str] = {}
         self._gone, self._sentries = {}, []
+        self._process_group = process_group
+        alike = (ns_batch_bytes, skip_nonfinite, max_consecutive_skips)
+        self._membership = Membership(self._weights, common=f"optimizer: {alike}")
         self._assembly = self._assemble()
         self._masters = MasterBook(self._assembly, self._weights)
         self._rate_was_given = adamw_lr is not None
@@ -181,6 +187,7 @@ class Muon(StateByName):
         self._is_built = True
         self.state = StateByParameter()
         try:
+            self._membership.share_out(self._assignments, claimed=self._claimed(engine))
             self._bind_known(engine)
             self._current_engine()
             announce(
@@ -212,6 +219,8 @@ class Muon(StateByName):
         check_options({"algorithm": param_group.get("algorithm", "muon")}, owner=owner)
         first = sum(len(group["params"]) for group in self.param_groups)
         members = named_members(param_group, first)
+        param_group = dict(param_group)
+        process_group = param_group.pop("process_group", self._process_group)
         if not any(tensor.requires_grad for _, tensor in members):
             _log.info(
                 "Muon: dropped a group of %d parameters, none of them trainable", len(members)
@@ -233,13 +242,16 @@ class Muon(StateByName):
                 super().add_param_group(half)
             for (_, tensor), assignment in zip(members, assignments, strict=True):
                 self._assignments[tensor] = assignment
+                self._membership.add(tensor, process_group)
             if self._is_built:
+                self._membership.share_out(self._assignments, claimed=self._claimed(None))
                 self._bind_known()
                 self._current_engine()
         except Exception:
             del self.param_groups[before:]
             for _, tensor in members:
                 self._assignments.pop(tensor, None)
+                self._membership.forget(tensor)
             raise
 
     # -- the step -----------------------------------------------------------------------------------
@@ -269,30 +281,13 @@ class Muon(StateByName):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        clock = PhaseClock(self._device())
+        clock, traffic = PhaseClock(self._device()), self._membership.traffic()
         clock.enter("guard")
-        for i, group in enumerate(self.param_groups):
-            check_group(group, owner=f"param_groups[{i}].")
-        self._begin_step()
+        bounds, verdict = self._inspect()
         engine = self._current_engine()
-        refuse_torn(self._assembly.torn)
-        engine.check()
-        engine.wait_for_weights()
-        self._assembly.prefetch()  # before the one read, which waits for the gradients
-        bounds = bind(
-            self.param_groups,
-            self._assignments,
-            self.state,
-            self._weights,
-            split=self._assembly.splits_masters,
-        )
-        verdict = inspect_gradients(
-            [(b.name, b.gradient) for b in bounds if b is not None and b.gradient is not None],
-            failure=None if self._drained or not self._record else self._record.failure_flag(),
-            moved=self._masters.suspicion(),
-        )
         if verdict.earlier_failure:
-            self.drain()
+            with self._membership.all_or_none():
+                self.drain()
         self._drained = False
         if self._skips.must_skip(verdict):
             skips = self._skips.in_a_row
@@ -305,7 +300,11 @@ class Muon(StateByName):
             self._end_step(skipped=True)
             return loss
         had_state = bool(self.state)
-        self._prepare(bounds, doubt=verdict.weights_moved)
+        if verdict.weights_moved:
+            with self._membership.all_or_none():
+                self._prepare(bounds, doubt=True)
+        else:
+            self._prepare(bounds, doubt=False)
         record = StepRecord(grad_norm=verdict.grad_norm, clock=clock)
         record.adamw_squares = self._adamw_squares(bounds)
         self._take(record)
@@ -316,44 +315,11 @@ class Muon(StateByName):
                 record,
                 clock,
                 free_gradients=self._settings["free_gradients"],
-                after=lambda: self._masters.note(weights),
+                after=lambda: self._finish(weights, record, traffic),
             )
             self._assembly.wait_for_unawaited()
         self._end_step(skipped=False)
         return loss
-
-    def _device(self) -> torch.device:
-        tensors = (tensor for group in self.param_groups for tensor in group["params"])
-        return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-    def _prepare(self, bounds: Sequence[Bound | None], *, doubt: bool) -> None:
-        """Refuse stale weights, then make the state that is missing."""
-        present = [bound for bound in bounds if bound is not None]
-        if doubt:
-            self._masters.doubt_changed(bound.parameter for bound in present)
-        if not all(self._masters.is_certain(bound.parameter, bound.state) for bound in present):
-            self._assembly.settle()  # masters are about to be compared, and may be on their way
-        for bound in present:
-            self._masters.check(bound.name, bound.parameter, bound.state)
-        groups, made = self._groups_by_parameter(), False
-        for bound in present:
-            param = bound.parameter
-            bound.state = self.state[param]
-            known = len(bound.state)
-            self._masters.ensure(param, bound.state)
-            ensure_state(param, bound.state, groups[param], store=self._assembly)
-            made |= len(bound.state) > known
-        if made:
-            self._assembly.prefetch()  # again: what was loaded ahead is not all
-
-    def _adamw_squares(self, bounds: Sequence[Bound | None]) -> Callable[[], Squares]:
-        kinds = self._assembly.plan.kinds
-        scalars = [
-            (kinds[i], bound)
-            for i, bound in enumerate(bounds)
-            if bound is not None and bound.spec is None
-        ]
-        return lambda: adamw_squares(scalars)
 
     def _assemble(self) -> Assembly:
         return Assembly(
@@ -361,15 +327,13 @@ class Muon(StateByName):
             placement=self._settings["placement"],
             ns_batch_bytes=self._settings["ns_batch_bytes"],
             make_backend=self._make_backend,
+            membership=self._membership,
         )
 
     @staticmethod
     def _make_backend(device: torch.device) -> Backend:
         """Return the streams of `device`; tests and benchmarks put others here."""
         return backend_for(device)
-
-    def _current_engine(self) -> Engine:
-        return self._assembly.update(self.param_groups, self._assignments, self.state)
 
     def _start_again(self) -> None:
         self._drained = True
@@ -382,10 +346,11 @@ class Muon(StateByName):
         """What the last step did on this rank, as plain values; empty before the first one.
 
         Keys: `skipped`, `consecutive_skips`, `grad_norm`, `matrices` (pairs of logical shape and
-        count), `idle`, `ns_calls`, `nonfinite_updates` (names), `update_rms` (by kind of parameter,
-        learning rate included), `heads` (by kind that is cut in head
-        blocks: `blocks`, smallest and largest `update_rms`, and the largest ratio over the heads of one
-        parameter of `update_spread` and `momentum_spread`), `bytes_in`, `bytes_out`, `seconds` (by phase).
+        count; an owner's of what ranks share), `idle`, `ns_calls`, `nonfinite_updates` (names),
+        `collectives`, `payload_bytes` and `control_bytes` that this rank sent, `update_rms` (by kind of
+        parameter, learning rate included), `heads` (by kind that is cut in head blocks: `blocks`, smallest
+        and largest `update_rms`, and the largest ratio over the heads of one parameter of `update_spread`
+        and `momentum_spread`), `bytes_in`, `bytes_out`, `seconds` (by phase).
         """
         if self._report is None:
             self._assembly.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,9 +47,11 @@ def overlap_forward(
             )
 
     wait_for_all = _Wait(assembly, list(inside))
+    awaited = [(model, list(inside))] if _is_fetched_ahead(model) else _awaited(model)
+    # First of all hooks: those of FSDP read weights.
     hooks = [
-        module.register_forward_pre_hook(_Wait(assembly, parameters))
-        for module, parameters in _awaited(model)
+        module.register_forward_pre_hook(_Wait(assembly, parameters), prepend=True)
+        for module, parameters in awaited
         if parameters
     ]
     hooks += [
@@ -80,6 +83,12 @@ class _Wait:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Wait, (None, ())
+
+
+def _is_fetched_ahead(model: nn.Module) -> bool:
+    """Whether weights of a module are read in the forward of another one: FSDP2 gathers them beforehand."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
 
 
 def _awaited(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:

@@ -204,7 +204,7 @@ class StagedPlaces(_Parts):
             return
         # A run of whole atoms lies in the slot as its rows do in the slab: without gaps, in order.
         rows = _rows(run)
-        shape = (rows[1] - rows[0], *bound.parameter.shape[1:])
+        shape = (rows[1] - rows[0], *bound.weight.shape[1:])
         dense = torch.empty(shape, device="meta").stride()
         have_written(bound, master.as_strided(shape, dense, master.storage_offset()), rows)
 
@@ -310,7 +310,7 @@ def write_span(bound: Bound, master: Tensor, span: Span) -> None:
     """Write the elements of a span to a weight, in the weight's dtype, or have its writer do it."""
     weight = bound.weight
     if bound.writer is not None:
-        shape = bound.parameter.shape
+        shape = bound.weight.shape
         row_numel = math.prod(shape[1:])
         rows = (span.start // row_numel, span.stop // row_numel)
         values = master.view(rows[1] - rows[0], *shape[1:]) if shape else master.view(())

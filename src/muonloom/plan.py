@@ -16,6 +16,7 @@ from itertools import groupby
 import torch
 
 from muonloom.math import Recipe, workspace_numel
+from muonloom.ownership import SharedAtom
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,61 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shipment:
+    """A shared atom of a parameter, which this rank holds a part of; `dtype` is what travels."""
+
+    parameter: int
+    atom: SharedAtom
+    dtype: torch.dtype
+
+    @property
+    def matrix_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Logical (out, in) shapes of the atom's matrices."""
+        return self.atom.spec.matrices(self.atom.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnedBatch:
+    """Matrices of shared atoms that this rank orthogonalizes; `shipments` tells by run which atoms.
+
+    A run's view is one of its atom's.
+    """
+
+    batch: Batch
+    shipments: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exchange:
+    """Shared atoms that travel to their owners, and back, together; compared by identity, being large.
+
+    Attributes:
+        ranks: that take part, as `torch.distributed` numbers them.
+        position: of this rank among them.
+        turn: of the first parameter that has a part in it on any rank.
+        device: where this rank's parts are.
+        parameters: that have a part in it on any rank.
+        runs: this rank's parts.
+        shipments: the atom that each of these is of.
+        owned: what this rank does of it.
+    """
+
+    ranks: tuple[int, ...]
+    position: int
+    turn: int
+    device: torch.device
+    parameters: frozenset[int]
+    runs: tuple[Run, ...]
+    shipments: tuple[Shipment, ...]
+    owned: tuple[OwnedBatch, ...]
+
+    @property
+    def parts(self) -> tuple[Run, ...]:
+        """What it consists of on this rank: its runs."""
+        return self.runs
+
+
+@dataclass(frozen=True, kw_only=True)
 class Span:
     """Elements ``start:stop`` of one AdamW parameter, flattened."""
 
@@ -108,6 +164,10 @@ class Pack:
         return sum(span.numel for span in self.spans)
 
 
+Work = Batch | Pack | Exchange
+"""What is done together."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The whole step. `names`, `kinds` and `turns` are indexed by parameter."""
@@ -117,37 +177,50 @@ class Plan:
     turns: tuple[int, ...]
     batches: tuple[Batch, ...]
     packs: tuple[Pack, ...]
+    exchanges: tuple[Exchange, ...] = ()
 
     @property
-    def works(self) -> list[Batch | Pack]:
-        """All batches and packs, in the order in which a forward pass asks for their weights first."""
-        return sorted((*self.batches, *self.packs), key=self._first_turn)
+    def works(self) -> list[Work]:
+        """All of it, in the order in which a forward pass asks for the weights first.
 
-    def _first_turn(self, work: Batch | Pack) -> int:
+        Exchanges have the same order on all of their ranks.
+        """
+        return sorted((*self.exchanges, *self.batches, *self.packs), key=self._first_turn)
+
+    def _first_turn(self, work: Work) -> int:
+        if isinstance(work, Exchange):
+            return work.turn
         return min(self.turns[part.parameter] for part in work.parts)
+
+    @property
+    def all_batches(self) -> list[Batch]:
+        """All batches that this rank orthogonalizes, those of exchanges too."""
+        owned = (found.batch for exchange in self.exchanges for found in exchange.owned)
+        return [*self.batches, *owned]
 
     @property
     def ns_calls(self) -> int:
         """Batched Newton–Schulz calls of a step in which every parameter has a gradient."""
-        return len(self.batches)
+        return len(self.all_batches)
 
     @property
     def num_matrices(self) -> int:
         """All matrices of all batches."""
-        return sum(batch.count for batch in self.batches)
+        return sum(batch.count for batch in self.all_batches)
 
     @property
     def matrices(self) -> dict[tuple[int, int], int]:
         """Count of matrices by logical (out, in) shape."""
         counts: dict[tuple[int, int], int] = {}
-        for batch in self.batches:
+        for batch in self.all_batches:
             for run in batch.runs:
                 counts[run.shape] = counts.get(run.shape, 0) + run.count
         return counts
 
     def gradient_uses(self) -> Counter[int]:
         """Return in how many runs and spans the gradient of each parameter is used up."""
-        runs = (run.parameter for batch in self.batches for run in batch.runs)
+        works: list[Batch | Exchange] = [*self.batches, *self.exchanges]
+        runs = (run.parameter for work in works for run in work.runs)
         return Counter((*runs, *(span.parameter for pack in self.packs for span in pack.spans)))
 
     def digest(self) -> str:

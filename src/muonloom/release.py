@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from muonloom.assembly import parking_key
+from muonloom.dtensors import local_part
 from muonloom.failures import refuse_released, refuse_torn
 from muonloom.hollow import hollow_, is_hollow, is_released, whole_
 from muonloom.host import Reservation
@@ -21,7 +22,10 @@ from muonloom.leaving import (
     REMEDY,
     Leaving,
     by_engine,
+    called_first,
     drop_gradient,
+    exposed_buffers,
+    refuse_dtensors,
     restore_gradient,
     sharers,
     tensors_of,
@@ -39,7 +43,8 @@ class ReleaseReport:
     Attributes:
         device_bytes: given back, of what `Muon.memory` counts.
         kept_gradients: names of parameters whose gradient is part of a larger storage (a reducer's bucket).
-        kept_weights: names of tensors that share their storage with more than was released.
+        kept_weights: names of tensors that share their storage with more than was released, and of buffers
+            that DDP around the model may send round.
     """
 
     device_bytes: int
@@ -78,8 +83,10 @@ class DeviceRelease(MasterAccess):
             "device_state": storage_bytes(state),
             "device_slots": slots,
             "device_workspace": workspace,
-            "device_weights": storage_bytes([*tensors, *weights]),
-            "gradients": storage_bytes([g for pair in gradients for g in pair if g is not None]),
+            "device_weights": storage_bytes([*map(local_part, tensors), *weights]),
+            "gradients": storage_bytes(
+                local_part(g) for pair in gradients for g in pair if g is not None
+            ),
         }
 
     def release(
@@ -101,10 +108,11 @@ class DeviceRelease(MasterAccess):
             weights: whether weights go too. Those with a whole master are written from it by `resume`; the
                 others wait in host memory.
             model: whose buffers and other parameters, on the same device, go with the weights; also those
-                of another optimizer, which has to be released first or not at all.
+                of another optimizer, which has to be released first or not at all. Of a model in DDP give
+                the wrapper: else buffers stay, since its forward sends them round before all else.
 
         Raises:
-            ValueError: a parameter is not the optimizer's.
+            ValueError: a parameter is not the optimizer's, or a weight is a DTensor; nothing was changed.
             StaleMasterError: a weight was written from outside, and would not come back so.
             MemoryError: the host cannot hold what no master does; nothing was given back.
             RuntimeError: a failed step left a weight half written.
@@ -120,14 +128,18 @@ class DeviceRelease(MasterAccess):
         self, chosen: Mapping[Tensor, str], model: nn.Module | None, *, weights: bool
     ) -> ReleaseReport:
         leaving: dict[Tensor, Leaving] = {}
+        exposed: dict[Tensor, str] = {}
         if weights:
             present = {p: name for p, name in chosen.items() if p not in self._gone}
+            exposed = exposed_buffers(model)
+            others = {t: name for t, name in self._others(model).items() if t not in exposed}
+            refuse_dtensors({**present, **others})
             self._check_weights(present)
             leaving |= {p: self._leaving(p, name) for p, name in present.items()}
-        leaving |= {
-            tensor: Leaving(name=name, emptied=(tensor,), kept=(tensor,))
-            for tensor, name in self._others(model).items()
-        }
+            leaving |= {
+                tensor: Leaving(name=name, emptied=(tensor,), kept=(tensor,))
+                for tensor, name in others.items()
+            }
         kept_weights = sharers(leaving, self._known_tensors(model))
         leaving = {p: found for p, found in leaving.items() if found.name not in kept_weights}
         states = {p: s for p, s in self.state.items() if p in chosen}
@@ -146,7 +158,10 @@ class DeviceRelease(MasterAccess):
             copy.copy_(tensor)  # all of them first: they may share storage
         if model is not None and leaving:
             sentry = partial(_refuse_forward, weakref.ref(self))
-            self._sentries.append(model.register_forward_pre_hook(sentry, prepend=True))
+            self._sentries += [
+                module.register_forward_pre_hook(sentry, prepend=True)
+                for module in called_first(model)
+            ]
         unfinished = {
             p: found
             for p, found in self._gone.items()
@@ -166,7 +181,7 @@ class DeviceRelease(MasterAccess):
         report = ReleaseReport(
             device_bytes=before - self._device_bytes(),
             kept_gradients=kept_gradients,
-            kept_weights=kept_weights,
+            kept_weights=(*kept_weights, *exposed.values()),
         )
         _log.info("Muon: released %d bytes of the device", report.device_bytes)
         return report
@@ -234,7 +249,10 @@ class DeviceRelease(MasterAccess):
         holders = tuple(t for t in self._weights.tensors(param) if t is not param)
         own = () if is_released(param) else (param,)
         emptied = own if engine is not None else (*own, *holders)
-        if "master_weight" not in self.state.get(param, {}):
+        if (
+            "master_weight" not in self.state.get(param, {})
+            or self._assignments[param].share is not None
+        ):  # nothing here describes all of it
             return Leaving(name=name, emptied=emptied, kept=(*own, *holders), engine=engine)
         # What a writer fills, and a parameter that nothing else fills, comes back from the master.
         plain = self._weights.writer(param) is None
@@ -329,7 +347,7 @@ class DeviceRelease(MasterAccess):
         state = self.state.get(param, {})
         for key, tensor in state.items():
             if self._assembly.host is None and self._assembly.is_on_host(param, key, tensor):
-                home = device_state(param, key, tensor.dtype)
+                home = device_state(self._weights.part(param), key, tensor.dtype)
                 state[key] = home.copy_(tensor, non_blocking=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,16 +11,21 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from muonloom.assembly import Assembly
+from muonloom.dtensors import is_dtensor, like_parameter, local_part
+from muonloom.errors import complaint
 from muonloom.failures import refuse_released, refuse_torn
 from muonloom.groups import check_group
 from muonloom.hollow import is_released
+from muonloom.membership import Membership
 from muonloom.release import DeviceRelease
-from muonloom.state import StateByParameter, aligned, lasting, portable, restored
+from muonloom.state import State, StateByParameter, aligned, lasting, portable, restored
 from muonloom.weights import DeviceWeights
 
 
 class StateSaving(DeviceRelease):
     """The part of `Muon` that saves and loads."""
+
+    _process_group: Any
 
     def _assemble(self) -> Assembly:
         raise AssertionError("the optimizer overrides this")
@@ -32,36 +37,64 @@ class StateSaving(DeviceRelease):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's dictionary of state and groups, after `drain`.
 
-        Its tensors are the optimizer's own, but for split masters, which are put together.
+        Its tensors are the optimizer's own, but for split masters, which are put together. Those of a
+        DTensor are DTensors, placed as that is.
 
         Raises:
-            RuntimeError: a failed step left a weight half written.
+            RuntimeError: a failed step left a weight half written; or other ranks own parts of the state of
+                a parameter that this rank holds all of.
             StaleMasterError: a weight that is half of its master was written from outside.
         """
+        self._refuse_shared(
+            "state_dict()",
+            remedy="Use muonloom.checkpoint.save() on all ranks; or build the optimizer with "
+            "process_group=False, so that each rank does and keeps all of it.",
+        )
         self.drain()
         refuse_torn(self._assembly.torn)
         whole = portable(super().state_dict())
         tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         for index, tensor in enumerate(tensors):
-            state = whole["state"].get(index, {})
-            if "master_low" in state:
-                if self._weights.parked(tensor) is None:
-                    name = self._assignments[tensor].name
-                    self._weights.check({tensor: name})
-                    self._masters.check(name, tensor, state)
-                kept = {key: value for key, value in state.items() if key != "master_low"}
-                whole["state"][index] = {
-                    **kept,
-                    "master_weight": self._masters.whole(tensor, state),
-                }
+            if index in whole["state"]:
+                whole["state"][index] = self._shown(tensor, whole["state"][index])
         return whole
+
+    def _shown(self, param: Tensor, state: State) -> State:
+        """Return a parameter's state as others know it: masters whole, placed as the parameter is."""
+        if "master_low" in state:
+            if self._weights.parked(param) is None:
+                name = self._assignments[param].name
+                self._weights.check({param: name})
+                self._masters.check(name, param, state)
+            kept = {key: value for key, value in state.items() if key != "master_low"}
+            state = {**kept, "master_weight": self._masters.whole(param, state)}
+        if not is_dtensor(param):
+            return state
+        return {k: v if k == "step" else like_parameter(v, param) for k, v in state.items()}
+
+    def _refuse_shared(self, what: str, *, remedy: str) -> None:
+        """Refuse to give a part away as if it were the whole."""
+        for known in self._assignments.values():
+            holding = None if known.share is None else known.share.holding
+            if holding is not None and holding.weights != holding.states:
+                raise RuntimeError(
+                    complaint(
+                        known.name,
+                        got=f"{what} of state that other ranks own parts of",
+                        wanted="all of it on this rank",
+                        remedy=remedy,
+                    )
+                )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take state and group options; masters and momentum keep their dtypes.
 
+        Tensors are whole, as one rank saves them, and this rank takes its part; or they are DTensors,
+        placed as the parameter is.
+
         Raises:
-            ValueError: it is of another model, arrangement or dtype, or holds non-finite state; nothing
-                was changed.
+            ValueError: it is of another model, arrangement, placement or dtype, or holds non-finite state;
+                nothing was changed.
         """
         refuse_released(self._released.values(), "load_state_dict()")
         old = {param: dict(state) for param, state in self.state.items()}
@@ -81,6 +114,7 @@ class StateSaving(DeviceRelease):
             groups = self._groups_by_parameter()
             for param, saved in pairs:
                 if saved:
+                    saved = self._own_parts(param, saved)
                     own, group = old.get(param, {}), groups[param]
                     own = restored(param, saved, own, group, store=self._assembly)
                     self._masters.restore(param, own, saved.get("master_weight"))
@@ -100,6 +134,17 @@ class StateSaving(DeviceRelease):
         for _, failure in torn:
             raise failure
 
+    def _own_parts(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return of saved state what this rank keeps."""
+        share = self._assignments[param].share
+
+        def own(key: str, value: Any) -> Any:
+            if is_dtensor(value):
+                return local_part(value)
+            return value if share is None or key == "step" else value[share.holding.own.slices]
+
+        return {key: own(key, value) for key, value in saved.items()}
+
     def _rewrite(self, params: Iterable[Tensor]) -> Iterator[tuple[str, Exception]]:
         """Write weights that writers hold from their masters, which alone give FP8 back exactly.
 
@@ -118,8 +163,13 @@ class StateSaving(DeviceRelease):
         """Keep what `torch.optim.Optimizer` drops, but for the engine, which is made anew, and for writers.
 
         Raises:
-            RuntimeError: a parameter has no storage; copying that would crash the process.
+            RuntimeError: a parameter has no storage; copying that would crash the process. Or other ranks
+                own parts of the state.
         """
+        self._refuse_shared(
+            "a copy or pickle",
+            remedy="Build another optimizer instead, and save by muonloom.checkpoint.save() on all ranks.",
+        )
         self._assembly.settle()
         refuse_released(self._released.values(), "a copy")
         for param, assignment in self._assignments.items():
@@ -142,6 +192,10 @@ class StateSaving(DeviceRelease):
         if "_settings" not in state:
             return
         self._weights = DeviceWeights()
+        self._process_group = False
+        self._membership = Membership(self._weights, common="")
+        for tensor in self._assignments:
+            self._membership.add(tensor, False)
         self._released, self._gone, self._sentries = {}, {}, []
         self._assembly = self._assemble()
         self._masters.move_to(self._assembly, self._weights)

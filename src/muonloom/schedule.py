@@ -28,7 +28,7 @@ import torch
 from muonloom.dependencies import Access, add_waits
 from muonloom.errors import complaint
 from muonloom.host import padded
-from muonloom.plan import Batch, Pack, Plan, Run, Span
+from muonloom.plan import Pack, Plan, Run, Span, Work
 
 _DEFAULT_SLOT_BYTES = 256 << 20
 _SLOT_BYTES = {"cpu": 4 << 20}
@@ -110,7 +110,7 @@ class Task:
 
     Attributes:
         op: what to do.
-        work: with which batch or pack.
+        work: with which batch, exchange or pack.
         unit: with which unit of the schedule; -1: the whole batch.
         waits: indices of tasks of other streams to wait for. One that comes later in the order is that
             task of the step before.
@@ -127,7 +127,7 @@ class Schedule:
     """The tasks of one step, in the order in which they are issued.
 
     Attributes:
-        works: the plan's batches and packs, in order.
+        works: the plan's, in order.
         units: of all works, in order.
         tasks: the order.
         num_slots: how many slots there are; 0 in device placement.
@@ -137,7 +137,7 @@ class Schedule:
         prefetch: how many of the first tasks may be issued before the step.
     """
 
-    works: tuple[Batch | Pack, ...]
+    works: tuple[Work, ...]
     units: tuple[Unit, ...]
     tasks: tuple[Task, ...]
     num_slots: int = 0
@@ -190,14 +190,14 @@ def staged_schedule(
     """
     works = plan.works if forward_order else _spread(plan)
     size = _slot_size(works, staged, slot_bytes, num_slots)
-    num_batches = sum(isinstance(work, Batch) for work in works)
+    num_batches = sum(not isinstance(work, Pack) for work in works)
     num_rooms = min(2 if num_slots > 1 else 1, num_batches)
     units: list[Unit] = []
     tasks: list[Task] = []
     batches_before = 0
     for w, work in enumerate(works):
         own = list(_units(w, work, staged, slot_bytes=size, name=plan.names))
-        if isinstance(work, Batch):
+        if not isinstance(work, Pack):
             own = [replace(unit, room_index=batches_before % num_rooms) for unit in own]
             batches_before += 1
         tasks += _compute(w, work, range(len(units), len(units) + len(own)))
@@ -219,10 +219,10 @@ def staged_schedule(
     )
 
 
-def _spread(plan: Plan) -> list[Batch | Pack]:
-    batches = [work for work in plan.works if isinstance(work, Batch)]
+def _spread(plan: Plan) -> list[Work]:
+    batches = [work for work in plan.works if not isinstance(work, Pack)]
     packs = [work for work in plan.works if isinstance(work, Pack)]
-    works: list[Batch | Pack] = []
+    works: list[Work] = []
     taken = 0
     for count, batch in enumerate(batches, start=1):
         due = count * len(packs) // len(batches)
@@ -231,7 +231,7 @@ def _spread(plan: Plan) -> list[Batch | Pack]:
     return works if batches else list(packs)
 
 
-def _compute(w: int, work: Batch | Pack, units: Sequence[int]) -> Iterator[Task]:
+def _compute(w: int, work: Work, units: Sequence[int]) -> Iterator[Task]:
     if isinstance(work, Pack):
         yield from (Task(op=Op.ADAMW, work=w, unit=unit) for unit in units)
         return
@@ -249,7 +249,7 @@ def default_slot_bytes(device: torch.device) -> int:
 
 
 def _slot_size(
-    works: Sequence[Batch | Pack],
+    works: Sequence[Work],
     staged: Mapping[int, StagedState],
     slot_bytes: int | str,
     num_slots: int,
@@ -258,10 +258,10 @@ def _slot_size(
         return slot_bytes
     sizes = [0]
     for work in works:
-        parts = work.parts
+        parts: tuple[Run | Span, ...] = work.parts
         sizes += [max(_part_bytes(part, staged)) for part in parts]
         sizes.append(default_slot_bytes(work.device))
-        if isinstance(work, Batch):
+        if not isinstance(work, Pack):
             # What does not fit all slots but one cannot be loaded while the batch is iterated.
             masters = sum(_part_bytes(part, staged)[0] for part in parts)
             sizes.append(-(-masters // max(1, num_slots - 1)))
@@ -277,7 +277,7 @@ def _part_bytes(part: Run | Span, staged: Mapping[int, StagedState]) -> tuple[in
 
 def _units(
     w: int,
-    work: Batch | Pack,
+    work: Work,
     staged: Mapping[int, StagedState],
     *,
     slot_bytes: int,

@@ -29,19 +29,41 @@ WEIGHT = "weight"
 """The source of what is read from a device weight."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this rank's part of a tensor belongs, and which ranks have parts of it.
+
+    Attributes:
+        whole: shape of all of the tensor.
+        offsets: where the part begins, in each dimension.
+        ranks: that hold parts of it; None: whoever has a tensor of this name has all of it.
+        holders: of these, who hold this very part; None: all of them.
+        is_equal: whether these hold the same values; else those of the first one count.
+        sample: what tells copies apart that should be equal, as far as that is looked at.
+    """
+
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    ranks: tuple[int, ...] | None = None
+    holders: tuple[int, ...] | None = None
+    is_equal: bool = True
+    sample: str = ""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SnapshotTensor:
-    """One tensor of the state.
+    """One tensor of the state, or this rank's part of it.
 
     Attributes:
         key: that it is saved under.
         dtype: of the values saved.
-        shape: of all of it.
+        shape: of the part.
         read: called with rows of dimension 0 (a scalar is one row) and a tensor for them, on the CPU.
         parameter: index in the plan; -1: no step changes it.
         sources: keys of the state, or `WEIGHT`, that it is read from.
         spec: how the parameter is cut; None: it is AdamW's.
         is_whole: whether a change of any part writes all of it.
+        place: of the part in the whole tensor; None: it is all of it.
     """
 
     key: str
@@ -52,6 +74,17 @@ class SnapshotTensor:
     sources: frozenset[str] = frozenset()
     spec: BlockSpec | None = None
     is_whole: bool = False
+    place: Place | None = None
+
+    @property
+    def home(self) -> Place:
+        """Return the place, also of what is all of its tensor."""
+        return self.place or Place(whole=self.shape, offsets=(0,) * len(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the part."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def length(self) -> int:

@@ -96,26 +96,32 @@ class Snapshot:
         most = max(LEAST_SEGMENT_BYTES, min(SEGMENT_BYTES, extra_bytes // 2))
         self.segments, self._touched = cut_up(tensors, changes, segment_bytes=most)
 
-    def start(self, write: Write, done: Callable[[], None]) -> None:
+    def start(
+        self,
+        write: Write,
+        done: Callable[[], None],
+        failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
         """Have the thread read all segments.
 
         Args:
             write: called on it with each segment and its bytes, as memory and as a 1-D uint8 tensor, which
                 are not to be kept.
             done: called on it when all are written.
+            failed: called on it with what went wrong, which drops the rest.
         """
         room = bytearray(max((segment.nbytes for segment in self.segments), default=0))
         self._memory = memoryview(room)
         self._bounce = _tensor_over(room)
-        self._write, self._done = write, done
+        self._write, self._done, self._failed = write, done, failed or _ignore
         self._unwritten = len(self.segments)
         self._thread.wait(self._caller.record())  # what the caller has issued may still change it
         for segment in self.segments:
-            self._submit(segment)
+            self._submit(partial(self._read, segment), "read for a save")
             segment.event = self._last = self._thread.record()
-            self._thread.submit(partial(self._put, segment), "save")
+            self._submit(partial(self._put, segment), "save")
         if not self.segments:
-            self._thread.submit(self._finish, "save")
+            self._submit(self._finish, "save")
 
     def before_write(self, task: int, parts: Iterable[int]) -> Event | None:
         """Return when these parts of a task of the schedule may be changed, as far as copies are concerned.
@@ -152,6 +158,7 @@ class Snapshot:
         failure = self._thread.finish()
         if failure is not None:
             self._forget()
+            self._failed = _ignore
             link: BaseException | None = failure
             while link is not None:  # frames hold the state
                 traceback.clear_frames(link.__traceback__)
@@ -160,15 +167,23 @@ class Snapshot:
 
     # -- on the thread ------------------------------------------------------------------------------
 
-    def _submit(self, segment: Segment) -> None:
-        def read() -> None:
-            with self._lock:
-                if segment.copy is not None:
-                    return
-                segment.taken = True
-            segment.tensor.read(segment.rows, segment.shaped(self._bounce))
+    def _submit(self, work: Callable[[], None], label: str) -> None:
+        # No closure: `finish` could not clear it, and it would hold a part of the state.
+        self._thread.submit(partial(self._attempt, work), label)
 
-        self._thread.submit(read, "read for a save")
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as failure:
+            self._failed(failure)
+            raise
+
+    def _read(self, segment: Segment) -> None:
+        with self._lock:
+            if segment.copy is not None:
+                return
+            segment.taken = True
+        segment.tensor.read(segment.rows, segment.shaped(self._bounce))
 
     def _put(self, segment: Segment) -> None:
         if segment.taken:
@@ -190,6 +205,7 @@ class Snapshot:
         done = self._done
         self._forget()
         done()
+        self._failed = _ignore
         self.is_written = True
 
     def _forget(self) -> None:
@@ -218,10 +234,10 @@ class Snapshot:
                 partial(segment.tensor.read, segment.rows, values), "copy for a save"
             )
         except BaseException as failure:
-            self._thread.submit(partial(_raise, failure), "save")
+            self._submit(partial(_raise, failure), "save")
             raise
         self._thread.wait(self._caller.record())
-        self._thread.submit(partial(self._put_copy, segment), "save")
+        self._submit(partial(self._put_copy, segment), "save")
         self.held.copied_bytes += segment.nbytes
 
     def _await(self, event: Event | None) -> None:
@@ -236,6 +252,10 @@ def _refuse(*_: object) -> None:
 
 
 def _nothing() -> None:
+    pass
+
+
+def _ignore(failure: BaseException) -> None:
     pass
 
 

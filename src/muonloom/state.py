@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from muonloom.config import is_number
+from muonloom.dtensors import is_dtensor, local_part, mesh_ranks
 from muonloom.errors import complaint
 from muonloom.hollow import is_released
 from muonloom.layout import canonical_name
@@ -56,6 +57,9 @@ class Store(Protocol):
     def has_master(self, parameter: Tensor) -> bool:
         """Whether the FP32 master of `parameter` is not the parameter itself."""
 
+    def part(self, parameter: Tensor) -> Tensor:
+        """Return what of `parameter` this rank updates."""
+
     def new(self, parameter: Tensor, key: str, dtype: torch.dtype, *, zero: bool = True) -> Tensor:
         """Return a tensor for the state `key` of `parameter`; without `zero`, of any content."""
 
@@ -66,12 +70,12 @@ def drop_master(state: State) -> None:
         state.pop(key, None)
 
 
-def device_state(parameter: Tensor, key: str, dtype: torch.dtype) -> Tensor:
-    """Return zeros where the parameter is, in its own memory format."""
-    shape = () if key == "step" else tuple(parameter.shape)
-    if is_released(parameter) or key == "step":
-        return torch.zeros(shape, dtype=dtype, device=parameter.device)
-    like = parameter.detach()
+def device_state(part: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+    """Return zeros where a (part of a) parameter is, in its own memory format."""
+    shape = () if key == "step" else tuple(part.shape)
+    if is_released(part) or key == "step":
+        return torch.zeros(shape, dtype=dtype, device=part.device)
+    like = part.detach()
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
 
 
@@ -275,7 +279,9 @@ def _check_state(name: str, parameter: Tensor, state: Mapping[str, Any], known: 
                     remedy="Load the state of this very model.",
                 )
             )
-        if not bool(torch.isfinite(value).all()):
+        _check_placement(name, key, parameter, value)
+        # Of a DTensor this rank's part: the others look at theirs.
+        if not bool(torch.isfinite(local_part(value)).all()):
             raise ValueError(
                 complaint(
                     name,
@@ -284,6 +290,28 @@ def _check_state(name: str, parameter: Tensor, state: Mapping[str, Any], known: 
                     remedy="Go back to an earlier checkpoint.",
                 )
             )
+
+
+def _check_placement(name: str, key: str, parameter: Tensor, value: Tensor) -> None:
+    """Refuse a DTensor that is not spread as the parameter is; a whole tensor is cut."""
+    if not is_dtensor(value) or key == "step":
+        return
+    if is_dtensor(parameter) and (mesh_ranks(value), tuple(value.placements)) == (
+        mesh_ranks(parameter),
+        tuple(parameter.placements),
+    ):
+        return
+    wanted = "a plain tensor"
+    if is_dtensor(parameter):
+        wanted = f"{tuple(parameter.placements)} on {parameter.device_mesh}"
+    raise ValueError(
+        complaint(
+            name,
+            got=f"saved {key} placed as {tuple(value.placements)} on {value.device_mesh}",
+            wanted=f"{wanted}, as the parameter is",
+            remedy="Call redistribute() or full_tensor() on it: whole tensors are cut here.",
+        )
+    )
 
 
 def restored(
@@ -295,6 +323,8 @@ def restored(
     store: Store,
 ) -> State:
     """Return the state in its own dtypes, in `old`'s tensors where they fit; but for the master.
+
+    What is saved is of this rank's part alone.
 
     ``Optimizer.load_state_dict`` casts state to the parameter's dtype, which would round.
     """
@@ -312,7 +342,7 @@ def restored(
 def planned_state_bytes(groups: Iterable[Mapping[str, Any]], *, store: Store) -> int:
     """Return the bytes of state once every parameter has had a gradient."""
     return sum(
-        dtype.itemsize * (1 if key == "step" else tensor.numel())
+        dtype.itemsize * (1 if key == "step" else store.part(tensor).numel())
         for group in groups
         for tensor in group["params"]
         for key, dtype in state_dtypes(group, has_master=store.has_master(tensor)).items()

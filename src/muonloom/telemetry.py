@@ -108,7 +108,8 @@ class StepRecord:
     """All that `Muon.last_step` tells, before it is read.
 
     `masters` are names and norms of what was rounded to 16 bits: no norm below FP32's largest number has
-    an element that rounds to infinity.
+    an element that rounds to infinity. `broken` are names of parameters with parts whose matrices another
+    rank may have failed to orthogonalize, and whether it did.
     """
 
     skipped: bool = False
@@ -118,6 +119,10 @@ class StepRecord:
     bytes_out: int = 0
     batches: list[BatchRecord] = field(default_factory=list)
     masters: list[tuple[str, Tensor]] = field(default_factory=list)
+    broken: list[tuple[str, Tensor]] = field(default_factory=list)
+    collectives: int = 0
+    payload_bytes: int = 0
+    control_bytes: int = 0
     adamw_squares: Callable[[], Squares] = dict
     clock: PhaseClock | None = None
 
@@ -139,12 +144,15 @@ class StepRecord:
             heads=self._heads(),
             bytes_in=self.bytes_in,
             bytes_out=self.bytes_out,
+            collectives=self.collectives,
+            payload_bytes=self.payload_bytes,
+            control_bytes=self.control_bytes,
             seconds=self.clock.seconds() if self.clock is not None else {},
         )
 
     def failures(self) -> list[str]:
         """Names of parameters with a matrix for which the iteration gave a non-finite result."""
-        names: list[str] = []
+        names = [name for name, failed in self.broken if bool(failed)]
         for batch in self.batches:
             finite = batch.finite.tolist()
             names += [
@@ -179,6 +187,7 @@ class StepRecord:
     def failure_flag(self) -> Tensor | None:
         """Return a bool scalar on the device: False where `failures` and `suspects` are empty."""
         flags = [(~batch.finite).any() for batch in self.batches]
+        flags += [failed for _, failed in self.broken]
         flags += [(~torch.isfinite(norms)).any() for _, norms in self._master_norms()]
         return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 

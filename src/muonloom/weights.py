@@ -12,6 +12,7 @@ from torch import Tensor
 from muonloom.bfloat16_writer import BFloat16Writer
 from muonloom.bits import rounds_to
 from muonloom.cuts import write_atoms
+from muonloom.dtensors import local_part
 from muonloom.errors import complaint
 from muonloom.hollow import hollow_reason, is_hollow, is_released
 from muonloom.layout import BlockSpec
@@ -44,6 +45,7 @@ class DeviceWeights:
         self._claims: dict[int, Tensor] = {}  # by identity of writers and of their storage
         self._engines: list[ExpertEngine] = []
         self._parked: dict[Tensor, Tensor] = {}
+        self._rows: dict[Tensor, tuple[int, int]] = {}
 
     @property
     def engines(self) -> tuple[ExpertEngine, ...]:
@@ -169,6 +171,19 @@ class DeviceWeights:
 
     # -- where it is --------------------------------------------------------------------------------
 
+    def update_rows(self, parameter: Tensor, rows: tuple[int, int]) -> None:
+        """Have this rank update these rows of dimension 0 alone; other ranks update the others."""
+        self._rows[parameter] = rows
+
+    def part(self, parameter: Tensor) -> Tensor:
+        """Return what of a parameter's storage this rank updates: for one rank, the parameter."""
+        return self.own_rows(parameter, local_part(parameter))
+
+    def own_rows(self, parameter: Tensor, held: Tensor) -> Tensor:
+        """Return of a tensor shaped as a parameter's storage what this rank updates."""
+        rows = self._rows.get(parameter)
+        return held if rows is None else held.detach()[slice(*rows)]
+
     def writer(self, parameter: Tensor) -> Writer | None:
         """Return the writer of `parameter`, or None."""
         entry = self._entries.get(parameter)
@@ -192,24 +207,25 @@ class DeviceWeights:
         """Return the tensors that hold the device weight, as far as is known."""
         writer = self.writer(parameter)
         if writer is None:
-            return (parameter,)
+            return (local_part(parameter),)
         return writer.tensors() if hasattr(writer, "tensors") else ()
 
     def watched(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors by which a write from outside is noticed: of weights that can be compared."""
         writer = self.writer(parameter)
-        known = writer is None or hasattr(writer, "agrees")
-        return self.tensors(parameter) if known else ()
+        if writer is None:
+            return (self.part(parameter),)
+        return self.tensors(parameter) if hasattr(writer, "agrees") else ()
 
     def stored(self, parameter: Tensor) -> Tensor:
-        """Return the tensor that holds the weight as plain floats: a BF16 writer's, or the parameter."""
+        """Return what holds this rank's part as plain floats: of a BF16 writer, or of the parameter."""
         holder = self._holder(parameter)
-        return self._parked.get(holder, holder)
+        return self.own_rows(parameter, self._parked.get(holder, holder))
 
     def _holder(self, parameter: Tensor) -> Tensor:
         writer = self.writer(parameter)
         data = writer.data if isinstance(writer, BFloat16Writer) else None
-        return parameter if data is None else data
+        return local_part(parameter) if data is None else data
 
     def check(self, names: Mapping[Tensor, str]) -> None:
         """Raise where a device weight is not where it was.
@@ -255,7 +271,7 @@ class DeviceWeights:
             source: Tensor | None = writer.take_source(parameter)
             if source is not None:
                 return source
-        return self.read(parameter) if is_released(parameter) else parameter.detach()
+        return self.read(parameter) if is_released(parameter) else self.part(parameter).detach()
 
     def return_source(self, parameter: Tensor, source: Tensor) -> None:
         """Give a source back of which no master could be made."""
@@ -274,7 +290,7 @@ class DeviceWeights:
         """Whether the weight has the very bytes that `master` gives; True where nobody can tell."""
         writer = self.writer(parameter)
         if writer is None:
-            return rounds_to(master, parameter.detach())
+            return rounds_to(master, self.part(parameter).detach())
         return not hasattr(writer, "agrees") or bool(writer.agrees(parameter, master))
 
     def write(self, parameter: Tensor, master: Tensor) -> None:
@@ -286,20 +302,20 @@ class DeviceWeights:
                 near = values.to(parameter.device, torch.float32, non_blocking=True)
                 insist(partial(writer.write, parameter, near.contiguous(), rows))
             elif master.device == parameter.device:
-                parameter.detach().copy_(values)
+                self.part(parameter).detach().copy_(values)
             else:
-                target = parameter.detach()
+                target = self.part(parameter).detach()
                 near = values.to(
                     parameter.device, non_blocking=True
                 )  # cast there: 4 bytes on the way
                 (target if target.ndim == 0 else target[rows]).copy_(near)
 
     def _pieces(self, parameter: Tensor, master: Tensor) -> Iterator[slice]:
-        length = 1 if parameter.ndim == 0 else parameter.shape[0]
+        length = 1 if master.ndim == 0 else master.shape[0]
         entry = self._entries.get(parameter)
         start = last = 0
         if master.device != parameter.device and length:
-            row_bytes = torch.float32.itemsize * (parameter.numel() // length)
+            row_bytes = torch.float32.itemsize * (master.numel() // length)
             for stop in range(1, length + 1) if entry is None else entry.stops:
                 if last > start and (stop - start) * row_bytes > _PIECE_BYTES:
                     yield slice(start, last)

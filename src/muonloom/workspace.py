@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from muonloom.exchange import exchange_bytes
 from muonloom.plan import Batch, Plan
 
 # GEMM inputs start at this, in every placement: libraries choose kernels by alignment.
@@ -19,18 +20,21 @@ class Workspace:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._device = device
-        batches = [batch for batch in plan.batches if batch.device == device]
+        batches = [batch for batch in plan.all_batches if batch.device == device]
         packs = [pack for pack in plan.packs if pack.device == device]
+        exchanges = [exchange for exchange in plan.exchanges if exchange.device == device]
         self._x_bytes = _padded(max((batch.x_bytes for batch in batches), default=0))
         scratch = max(
             (b.scratch_numel * b.recipe.compute_dtype.itemsize for b in batches), default=0
         )
         numels = [run.numel for batch in batches for run in batch.runs]
+        numels += [run.numel for exchange in exchanges for run in exchange.runs]
         numels += [pack.numel for pack in packs]
         self._scratch_bytes = _padded(scratch)
         self._fp32_bytes = _padded(torch.float32.itemsize * max(numels, default=0))
         counters = max((len(pack.spans) for pack in packs), default=0)
         self._counter_bytes = _padded(torch.float32.itemsize * counters)
+        self._exchange_bytes = _padded(max(map(exchange_bytes, exchanges), default=0))
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     @property
@@ -58,13 +62,19 @@ class Workspace:
         place = self._x_bytes + self._scratch_bytes + 2 * self._fp32_bytes
         return self._cut(place + index * torch.float32.itemsize, 1, torch.float32).view(())
 
+    def exchange(self) -> Tensor:
+        """Return the bytes for what travels between ranks."""
+        place = self._x_bytes + self._scratch_bytes + 2 * self._fp32_bytes + self._counter_bytes
+        return self._cut(place, self._exchange_bytes, torch.uint8)
+
     def _cut(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         if self._buffer.numel() == 0:
             self._allocate()
         return self._buffer[start : start + numel * dtype.itemsize].view(dtype)
 
     def _allocate(self) -> None:
-        total = self._x_bytes + self._scratch_bytes + 2 * self._fp32_bytes + self._counter_bytes
+        total = self._x_bytes + self._scratch_bytes + 2 * self._fp32_bytes
+        total += self._counter_bytes + self._exchange_bytes
         raw = torch.empty(total + _ALIGNMENT, dtype=torch.uint8, device=self._device)
         offset = -raw.data_ptr() % _ALIGNMENT
         self._buffer = raw[offset : offset + total]

@@ -19,6 +19,7 @@ PUBLIC = [
     "Float8BlockWriter",
     "HostPlacement",
     "Layout",
+    "LostRanksError",
     "Muon",
     "StaleMasterError",
     "Writer",
@@ -50,7 +51,8 @@ def test_the_other_arguments_and_their_defaults():
         "layout": None, "adamw_lr": None, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8,
         "adamw_weight_decay": None, "momentum_dtype": torch.float32, "ns_method": "auto",
         "ns_compute_dtype": None, "ns_batch_bytes": "auto", "idle_matrices": "update",
-        "skip_nonfinite": True, "max_consecutive_skips": 20, "engine": None, "placement": "device",
+        "skip_nonfinite": True, "max_consecutive_skips": 20, "process_group": None, "engine": None,
+        "placement": "device",
     }  # fmt: skip
     signature = inspect.signature(muonloom.Muon).parameters
     assert {name: signature[name].default for name in wanted} == wanted

@@ -7,12 +7,11 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import muonloom
+from ranks.support import run
 
 STEPS, RANKS = 3, 2
 OPTIONS = {"lr": 1e-2, "adamw_lr": 1e-3, "ns_compute_dtype": torch.float32}
@@ -34,8 +33,6 @@ def digest(model: nn.Module) -> str:
 
 
 def worker(rank: int, directory: str) -> None:
-    store = f"file://{directory}/rendezvous"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     wrapped = DistributedDataParallel(build())
     layout = muonloom.Layout.from_shapes({n: tuple(p.shape) for n, p in build().named_parameters()})
     # Names with DDP's prefix meet a layout without it.
@@ -55,12 +52,10 @@ def worker(rank: int, directory: str) -> None:
     assert optimizer.last_step.skipped
     torch.save(wrapped.module.state_dict(), f"{directory}/{rank}.pt")
     Path(f"{directory}/{rank}.sha256").write_text(digest(wrapped.module))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def test_two_ranks_take_the_step_of_the_mean(tmp_path: Path):
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=RANKS)
+    run(RANKS, worker, str(tmp_path))
     digests = {(tmp_path / f"{rank}.sha256").read_text() for rank in range(RANKS)}
     assert len(digests) == 1
 

@@ -21,10 +21,11 @@ _REMOVED = "removed.json"  # the manifest of a checkpoint that is being removed
 
 _STALE_S = 60.0  # a pointer is written in far less
 
-# Data files of a save, and small files on their way to their names.
-_DATA = r"(data|extra)-[0-9a-f]{16}-\d{5}\.(safetensors|pt)"
+# Files of a save, by kind; and small ones on their way to their names.
+_SUFFIXES = {"data": "safetensors", "extra": "pt", "part": "json", "failed": "txt"}
+_SAVED = rf"({'|'.join(_SUFFIXES)})-[0-9a-f]{{16}}-\d{{5,}}\.({'|'.join(_SUFFIXES.values())})"
 _PARTIAL = r"\.[0-9a-f]{16}\.partial"
-_OWN = re.compile(rf"{_DATA}|{_REMOVED}|({_DATA}|{re.escape(FILE_NAME)}){_PARTIAL}")
+_OWN = re.compile(rf"{_SAVED}|{_REMOVED}|({_SAVED}|{re.escape(FILE_NAME)}){_PARTIAL}")
 
 # (dtype, shape) of a tensor in a data file.
 Entry = tuple[torch.dtype, tuple[int, ...]]
@@ -33,6 +34,11 @@ Entry = tuple[torch.dtype, tuple[int, ...]]
 def new_nonce() -> str:
     """Return what makes the file names of one save unlike those of every other."""
     return secrets.token_hex(8)
+
+
+def saved_name(kind: str, nonce: str, rank: int) -> str:
+    """Return the name of a rank's file of a save: ``"data"``, ``"extra"``, ``"part"`` or ``"failed"``."""
+    return f"{kind}-{nonce}-{rank:05}.{_SUFFIXES[kind]}"
 
 
 def nbytes_of(entry: Entry) -> int:
@@ -67,6 +73,22 @@ def data_header(entries: Mapping[str, Entry]) -> tuple[bytes, dict[str, int]]:
     return head, {key: len(head) + begin for key, begin in begins.items()}
 
 
+def check_room(path: Path, nbytes: int) -> None:
+    """Raise an OSError where the disk has no room for so many bytes at `path`, before any is written."""
+    with _named(path):
+        free = shutil.disk_usage(path.parent).free
+        if free < nbytes:
+            raise OSError(
+                28,  # ENOSPC
+                complaint(
+                    str(path),
+                    got=f"{free:,} bytes of free disk",
+                    wanted=f"{nbytes:,} for a checkpoint",
+                    remedy="Make room, or save elsewhere.",
+                ),
+            )
+
+
 class DataFile:
     """A new file of known size, filled in any order by one thread.
 
@@ -76,18 +98,8 @@ class DataFile:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
+        check_room(path, nbytes)
         with _named(path):
-            free = shutil.disk_usage(path.parent).free
-            if free < nbytes:
-                raise OSError(
-                    28,  # ENOSPC, before anything is written
-                    complaint(
-                        str(path),
-                        got=f"{free:,} bytes of free disk",
-                        wanted=f"{nbytes:,} for a checkpoint",
-                        remedy="Make room, or save elsewhere.",
-                    ),
-                )
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def write(self, data: bytes | memoryview, start: int) -> None:

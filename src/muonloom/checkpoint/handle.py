@@ -14,11 +14,11 @@ from muonloom.snapshot import Snapshot
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """What a save did.
+    """What a save did on this rank.
 
     Attributes:
         path: of the checkpoint.
-        nbytes: of tensors that were written.
+        nbytes: of tensors that this rank wrote.
         seconds: from the call until the checkpoint was there.
         copied_bytes: copied because a step was about to change them.
         held_seconds: that steps waited for it.
@@ -43,7 +43,7 @@ class SaveHandle:
         snapshot: Snapshot,
         *,
         report: Callable[[], SaveReport],
-        give_up: Callable[[], None],
+        give_up: Callable[[BaseException], None],
     ) -> None:
         self._snapshot = snapshot
         self._make_report = report
@@ -67,7 +67,8 @@ class SaveHandle:
 
         Raises:
             OSError: the disk is full or fails; the message names the file, and nothing was made visible.
-            Exception: whatever else went wrong, likewise.
+            LostRanksError: a rank was killed or hangs.
+            Exception: whatever else went wrong, likewise; of another rank the message names that.
         """
         self._wait()
         self._is_seen = True
@@ -83,7 +84,7 @@ class SaveHandle:
         self._is_over = True
         _running.discard(self)
         if self._failure is not None:
-            self._give_up()
+            self._give_up(self._failure)
         else:
             self._report = self._make_report()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from muonloom.checkpoint.handle import wait_for_last
 from muonloom.checkpoint.manifest import Manifest, SavedTensor
 from muonloom.checkpoint.options import refuse_other_optimizer, restore_groups
 from muonloom.checkpoint.reader import CheckpointReader
+from muonloom.checkpoint.sharded import gather_back, held_box
 from muonloom.checkpoint.storage import load_boxes
 from muonloom.checkpoint.targets import (
     MasterTarget,
@@ -23,11 +25,15 @@ from muonloom.checkpoint.targets import (
     PlainTarget,
     Target,
 )
+from muonloom.checkpoint.together import all_or_none, ask
+from muonloom.dtensors import local_part
 from muonloom.errors import CheckpointError, complaint
 from muonloom.hollow import is_hollow, is_released
 from muonloom.model_tensors import names_by_tensor, owners
 from muonloom.optimizer import Muon
 from muonloom.ranks import this_rank
+from muonloom.roll_call import named
+from muonloom.sharding import Box
 from muonloom.state import State, lasting, state_dtypes
 
 _log = logging.getLogger("muonloom")
@@ -49,6 +55,9 @@ def load(
     `heads_per_block` and the arrangement of parameter groups. A group whose parameters were saved with
     different values of an option keeps its own, and a warning says so. `momentum_dtype` stays as it is.
 
+    All ranks call it, also for a model alone. The number of ranks and how these share out what there is
+    may differ, too: each reads its part. All of them load, or none.
+
     Args:
         path: of a finished checkpoint.
         model: gets weights and buffers, in its own dtypes.
@@ -60,30 +69,59 @@ def load(
             optimizer refuses to step until a good load.
 
     Returns:
-        ``{"step": …, "extra": …}``, the latter as this rank saved it.
+        ``{"step": …, "extra": …}``, the latter as this rank saved it; where there were fewer ranks, they
+        are taken in turn.
 
     Raises:
         CheckpointError: the checkpoint is damaged, unfinished, of another version, or of another model; the
             file or parameter is named, and nothing was changed (but see `verify`).
         ValueError: a bad option.
         RuntimeError: the optimizer is released.
+        LostRanksError: a rank does not take part.
     """
-    _check_options(optimizer, verify)
-    if optimizer is not None:
-        wait_for_last(optimizer)
-        optimizer._check_loadable()
-    reader = CheckpointReader(path)
-    job = _Job(reader, model, optimizer, weights_only=weights_only)
-    job.check()
-    if verify == "full":
-        reader.check_all(job.wanted)
-    extra = reader.extra(this_rank())
+
+    def prepare() -> _Job:
+        _check_options(optimizer, verify)
+        if optimizer is not None:
+            wait_for_last(optimizer)
+            optimizer._check_loadable()
+        gather_back(model)
+        job = _Job(CheckpointReader(path), model, optimizer, weights_only=weights_only)
+        job.check()
+        if verify == "full":
+            job.reader.check_all(job.boxes)
+        job.extra = job.reader.extra(this_rank())
+        return job
+
+    job, findings = ask(prepare, _Job.finding)
+    _refuse_differences(findings)
     job.run(check=verify == "manifest")
-    return {"step": reader.manifest.step, "extra": extra}
+    return {"step": job.reader.manifest.step, "extra": job.extra}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Finding:
+    """What one rank has found in the checkpoint.
+
+    Attributes:
+        step: of it.
+        save: what differs where checkpoints do.
+        unknown: keys of tensors that the rank has no place for.
+    """
+
+    step: int
+    save: tuple[str, ...]
+    unknown: frozenset[str]
 
 
 class _Job:
-    """One load: which tensors go where."""
+    """One load: which tensors go where.
+
+    Attributes:
+        reader: of the checkpoint.
+        boxes: which part of each tensor will be read.
+        extra: what the caller gave.
+    """
 
     def __init__(
         self,
@@ -93,7 +131,8 @@ class _Job:
         *,
         weights_only: bool,
     ) -> None:
-        self._reader = reader
+        self.reader = reader
+        self.extra: Any = None
         self._manifest: Manifest = reader.manifest
         self._model = model
         self._optimizer = optimizer
@@ -114,11 +153,29 @@ class _Job:
                 self._states = dict(self._saved_states())
         self._old: dict[Tensor, State] = {}
         self._groups = {} if optimizer is None else optimizer._groups_by_parameter()
+        self.boxes = {key: self._box(tensor, key) for key, tensor in self._weights.items()}
+        self.boxes |= {key: self._box(param, key) for key, (param, _) in self._states.items()}
 
-    @property
-    def wanted(self) -> list[str]:
-        """The keys of all tensors that will be read."""
-        return [*self._weights, *self._states]
+    def _box(self, tensor: Tensor, key: str) -> Box:
+        if self._optimizer is not None and tensor in self._groups:
+            return self._optimizer._own_box(tensor)
+        return held_box(tensor, key.removeprefix("model."))
+
+    def finding(self) -> _Finding:
+        """Return what the other ranks are told."""
+        known = {self._names[param] for param in self._held.values()}
+        unknown = {
+            key
+            for key in self._manifest.tensors
+            if key.startswith("model.") and key not in self._weights
+        }
+        if self._optimizer is not None and not self._weights_only:
+            unknown |= {f"optimizer.{name}" for name in self._saved_keys() if name not in known}
+        return _Finding(
+            step=self._manifest.step,
+            save=tuple(sorted(self._manifest.files)[:1]),
+            unknown=frozenset(unknown),
+        )
 
     def _saved_name(self, names: Iterable[str]) -> str:
         """Return the name that a tensor was saved under, of all that it has here."""
@@ -146,16 +203,16 @@ class _Job:
     # -- what is refused ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise where the checkpoint is of another model, or holds what is not finite."""
+        """Raise where the checkpoint is of another model, or holds what is not finite.
+
+        What this rank has no place for, another one may have: see `finding`.
+        """
         for key, tensor in self._weights.items():
             self._check_weight(key, tensor)
-        for key in self._manifest.tensors:
-            if key.startswith("model.") and key not in self._weights:
-                raise _of_another(key.removeprefix("model."), "a saved tensor that the model lacks")
         if self._optimizer is not None:
             self._check_parameters(self._optimizer)
         for key in (*self._held, *self._states):
-            if not all(piece.block.finite for piece in self._reader.pieces(key)):
+            if not all(piece.block.finite for piece in self.reader.pieces(key)):
                 raise CheckpointError(
                     complaint(
                         key,
@@ -169,7 +226,7 @@ class _Job:
         name = key.removeprefix("model.")
         if key not in self._manifest.tensors:
             raise _of_another(name, "a tensor of the model that the checkpoint lacks")
-        saved = self._reader.tensor(key)
+        saved = self.reader.tensor(key)
         if saved.shape != tuple(tensor.shape):
             raise _of_another(name, f"a saved shape {saved.shape} for {tuple(tensor.shape)}")
         if saved.dtype.is_floating_point != tensor.dtype.is_floating_point:
@@ -193,7 +250,7 @@ class _Job:
                 )
         for name, keys in self._saved_keys().items():
             if name not in groups:
-                raise _of_another(name, "saved state of a parameter that the optimizer lacks")
+                continue
             needed = state_dtypes(groups[name], has_master=False).keys() - {"step"}
             if keys != needed:
                 raise _of_another(name, f"the saved state {sorted(keys)}, not {sorted(needed)}")
@@ -201,17 +258,17 @@ class _Job:
     # -- loading ------------------------------------------------------------------------------------
 
     def run(self, *, check: bool) -> None:
-        """Read everything into its place."""
+        """Read everything into its place, on all ranks or with an error on all."""
         if self._optimizer is None:
-            with lasting():
-                load_boxes(self._reader, {k: self._target(k) for k in self.wanted}, check=check)
+            with lasting(), all_or_none():
+                self._read(check=check)
             return
-        with self._optimizer._loading():
+        with self._optimizer._loading(), all_or_none():
             if not self._weights_only:
                 params = self._held.values()
                 self._old = {param: self._optimizer._forget_state(param) for param in params}
                 restore_groups(self._optimizer, self._names, self._manifest)
-            load_boxes(self._reader, {k: self._target(k) for k in self.wanted}, check=check)
+            self._read(check=check)
             if not self._weights_only:
                 self._take_steps(self._optimizer)
             self._optimizer._prune()
@@ -219,15 +276,19 @@ class _Job:
             _log.warning(
                 "Muon: took the weights of %s alone: momentum, AdamW's moments and options stay as they "
                 "were",
-                self._reader.path,
+                self.reader.path,
             )
         elif self._manifest.ns_batch_bytes != self._optimizer._ns_batch_bytes():
             _log.warning(
                 "Muon: ns_batch_bytes was %r when %s was saved, and is %r: bits may differ from here on",
                 self._manifest.ns_batch_bytes,
-                self._reader.path,
+                self.reader.path,
                 self._optimizer._ns_batch_bytes(),
             )
+
+    def _read(self, *, check: bool) -> None:
+        targets = {key: self._target(key) for key in self.boxes}
+        load_boxes(self.reader, targets, self.boxes, check=check)
 
     def _take_steps(self, optimizer: Muon) -> None:
         for param in self._held.values():
@@ -235,10 +296,11 @@ class _Job:
             if saved is not None and saved.step is not None:
                 group = self._groups[param]
                 target = optimizer._state_target(param, "step", group, self._old[param])
-                target.fill_(saved.step)
+                # Whoever has no part of it never counts.
+                target.fill_(saved.step if optimizer._own_box(param).numel else 0.0)
 
     def _target(self, key: str) -> Target:
-        saved = self._reader.tensor(key)
+        saved = self.reader.tensor(key)
         if self._optimizer is not None and key in self._states:
             param, leaf = self._states[key]
             group = self._groups[param]
@@ -249,18 +311,19 @@ class _Job:
         if is_released(tensor):
             give = partial(self._give_to_module, tensor)
             return PassingTarget(saved.shape, saved.dtype, give)
-        return PlainTarget(tensor.detach())
+        return PlainTarget(local_part(tensor).detach())
 
     def _held_target(self, optimizer: Muon, param: Tensor, key: str, saved: SavedTensor) -> Target:
         """Return what takes the weight of a parameter of the optimizer, or its master."""
+        sizes = self.boxes[key].sizes
         if saved.dtype != torch.float32:
-            return PassingTarget(saved.shape, saved.dtype, partial(optimizer._take_weight, param))
+            return PassingTarget(sizes, saved.dtype, partial(optimizer._take_weight, param))
         known = self._manifest.parameters.get(key.removeprefix("model."))
         is_settled = known is not None and known.dtype == "bfloat16"
         if optimizer._is_near(param):
             return NearMasterTarget(optimizer, param, is_settled=is_settled)
         if optimizer._has_low_half(param):
-            return PassingTarget(saved.shape, saved.dtype, partial(optimizer._take_master, param))
+            return PassingTarget(sizes, saved.dtype, partial(optimizer._take_master, param))
         return MasterTarget(optimizer, param, is_settled=is_settled)
 
     def _give_to_module(self, param: Tensor, values: Tensor) -> None:
@@ -269,6 +332,33 @@ class _Job:
             if found is param:
                 module.load_state_dict({name: values}, strict=False)
                 return
+
+
+def _refuse_differences(findings: Sequence[_Finding]) -> None:
+    """Raise where ranks read different checkpoints, or nobody has a place for a saved tensor."""
+    steps = {finding.save: finding.step for finding in findings}
+    if len(steps) > 1:
+        told = [
+            f"step {finding.step} on {named([rank])}"
+            for rank, finding in enumerate(findings)
+            if finding is next(other for other in findings if other.save == finding.save)
+        ]
+        raise CheckpointError(
+            complaint(
+                "path",
+                got="; ".join(told),
+                wanted="one checkpoint on all ranks",
+                remedy="Have one rank choose it, and tell the others.",
+            )
+        )
+    unknown = frozenset.intersection(*(finding.unknown for finding in findings))
+    for kind, what in (
+        ("model.", "a saved tensor that the model lacks"),
+        ("optimizer.", "saved state of a parameter that the optimizer lacks"),
+    ):
+        found = sorted(key for key in unknown if key.startswith(kind))
+        if found:
+            raise _of_another(found[0].removeprefix(kind), what)
 
 
 def _of_another(name: str, got: str) -> CheckpointError:

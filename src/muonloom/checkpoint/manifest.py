@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,15 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: there is none, or it cannot be used.
     """
-    file = path / FILE_NAME
+    return read_manifest_file(path / FILE_NAME)
+
+
+def read_manifest_file(file: Path) -> Manifest:
+    """Read a manifest, or a rank's part of one.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be used.
+    """
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -216,6 +224,44 @@ def read_manifest(path: Path) -> Manifest:
             )
         ) from None
     return Manifest.from_json(text, file)
+
+
+def merged(parts: Sequence[Manifest]) -> Manifest:
+    """Return the manifest of what several ranks have written; what they say alike is the first one's."""
+    first = parts[0]
+    options = list(first.options)
+    parameters = dict(first.parameters)
+    chunks: dict[str, list[Chunk]] = {}
+    tensors: dict[str, SavedTensor] = {}
+    for part in parts:
+        for key, tensor in part.tensors.items():
+            tensors.setdefault(key, tensor)
+            chunks.setdefault(key, []).extend(tensor.chunks)
+        if part is not first:
+            numbers = [_number(entry, options) for entry in part.options]
+            for name, parameter in part.parameters.items():
+                own = dataclasses.replace(parameter, options=numbers[parameter.options])
+                parameters[name] = own
+    return dataclasses.replace(
+        first,
+        tensors={k: dataclasses.replace(t, chunks=tuple(chunks[k])) for k, t in tensors.items()},
+        aliases={name: saved for part in parts for name, saved in part.aliases.items()},
+        parameters=parameters,
+        options=tuple(options),
+        extras=tuple(extra for part in parts for extra in part.extras),
+        files={name: file for part in parts for name, file in part.files.items()},
+        model=next((part.model for part in parts if part.model is not None), None),
+    )
+
+
+def _number(options: Mapping[str, Any], known: list[Mapping[str, Any]]) -> int:
+    """Return which of the options known these are; add them if they are new."""
+    text = _text(options)
+    for number, other in enumerate(known):
+        if _text(other) == text:
+            return number
+    known.append(options)
+    return len(known) - 1
 
 
 def _chunk(entry: Mapping[str, Any]) -> Chunk:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from muonloom.checkpoint.manifest import (
 )
 from muonloom.checkpoint.validity import faults
 from muonloom.errors import CheckpointError, complaint
+from muonloom.sharding import Box
 
 _MOST_THREADS = 8
 
@@ -79,10 +80,16 @@ class CheckpointReader:
         """Return what the manifest says of a tensor."""
         return self.manifest.tensors[key]
 
-    def pieces(self, key: str) -> Iterator[Piece]:
-        """Yield the blocks of a tensor."""
+    def pieces(self, key: str, box: Box | None = None) -> Iterator[Piece]:
+        """Yield the blocks of a tensor, or of those only that have elements in a box of it."""
         for chunk in self.tensor(key).chunks:
-            yield from self.pieces_of(key, chunk)
+            if box is None:
+                yield from self.pieces_of(key, chunk)
+            elif (inside := box.within(Box(chunk.offsets, chunk.sizes))) is not None:
+                first, last = inside.rows
+                for piece in self.pieces_of(key, chunk):
+                    if piece.rows.start < last and first < piece.rows.stop:
+                        yield piece
 
     def pieces_of(self, key: str, chunk: Chunk) -> Iterator[Piece]:
         """Yield the blocks of a chunk."""
@@ -153,9 +160,10 @@ class CheckpointReader:
         if wanted:
             self.check(piece)
 
-    def check_all(self, keys: Iterable[str]) -> None:
-        """Compare all checksums of these tensors, on a few threads."""
-        self.for_each([piece for key in keys for piece in self.pieces(key)], self.check)
+    def check_all(self, boxes: Mapping[str, Box]) -> None:
+        """Compare all checksums of what is read of these boxes of tensors, on a few threads."""
+        pieces = [piece for key, box in boxes.items() for piece in self.pieces(key, box)]
+        self.for_each(pieces, self.check)
 
     def for_each(self, things: Sequence[_T], work: Callable[[_T], None]) -> None:
         """Do something with each of these, on a few threads; the first failure comes out."""

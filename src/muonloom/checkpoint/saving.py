@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from muonloom.checkpoint.checksum import checksum
-from muonloom.checkpoint.contents import description, extra_bytes, other_tensors
+from muonloom.checkpoint.draft import Draft, agreed, check_options
 from muonloom.checkpoint.files import (
     DataFile,
     Entry,
+    check_room,
     data_header,
     nbytes_of,
-    new_nonce,
     remove_checkpoint,
     remove_stale,
     remove_stale_pointers,
     remove_unfinished,
+    saved_name,
     write_whole,
 )
 from muonloom.checkpoint.finding import LATEST, checkpoints_in
@@ -37,13 +37,14 @@ from muonloom.checkpoint.manifest import (
     Manifest,
     SavedFile,
     SavedTensor,
+    merged,
 )
-from muonloom.checkpoint.options import plain_groups, refuse_other_optimizer, saved_parameters
-from muonloom.checkpoint.storage import plan_save
-from muonloom.errors import complaint
-from muonloom.model_tensors import names_by_tensor
+from muonloom.checkpoint.meeting import Meeting
+from muonloom.checkpoint.together import all_or_none, ask
+from muonloom.checkpoint.validity import faults
+from muonloom.collectives import Ranks
 from muonloom.optimizer import Muon
-from muonloom.ranks import gathered, this_rank
+from muonloom.ranks import this_rank
 from muonloom.snapshot import (
     SEGMENT_BYTES,
     Held,
@@ -53,7 +54,6 @@ from muonloom.snapshot import (
     check_extra_bytes,
 )
 from muonloom.state import lasting
-from muonloom.version import __version__
 
 _log = logging.getLogger("muonloom")
 
@@ -72,8 +72,10 @@ def save(
     """Save weights, masters, optimizer state and group options, keyed by parameter name.
 
     The directory `path` becomes a checkpoint, or a new one in place of that which it was, by one rename at
-    the end; whatever happens before, it is what it was. The file ``latest`` beside it then names it. All
-    ranks call it, with the same path on a file system that they share.
+    the end; whatever happens before, it is what it was. The file ``latest`` beside it then names it.
+
+    All ranks call it, with the same path on a file system that they share. Each writes a part, and none
+    makes a checkpoint without the others: where one fails, all do.
 
     With `async_` it returns when the state can be left to a thread, and training goes on: what a step is
     about to change is saved or copied first, and where there is no room for copies, the step waits. Until
@@ -97,102 +99,115 @@ def save(
 
     Raises:
         TypeError: `optimizer` is no `Muon`, or `extra` holds what cannot be loaded safely.
-        ValueError: a bad option, or a parameter of the optimizer that is not in `model`.
+        ValueError: a bad option, a parameter of the optimizer that is not in `model`, or ranks that want
+            different things or have different tensors of one name.
         StaleMasterError: a weight was written from outside.
         OSError: the disk is full or fails. Of an asynchronous save, `result` and the next `save` raise it.
         RuntimeError: a failed step left a weight half written.
+        LostRanksError: a rank does not take part.
     """
-    _check_options(optimizer, step, extra_host_bytes, keep_last)
     started = time.perf_counter()
-    wait_for_last(optimizer)
-    optimizer.drain()
-    names = names_by_tensor(model)
-    _check_names(optimizer, names)
-    extras = gathered(extra_bytes(extra))
-    first = {tensor: found[0] for tensor, found in names.items()}
-    job = _Job(
-        path=Path(os.path.abspath(path)),  # the thread may meet another working directory
-        started=started,
-        keep_last=keep_last,
-        extras=extras,
-        facts={
-            "step": int(step),
-            "created_s": time.time(),
-            "versions": {"muonloom": __version__, "torch": torch.__version__},
-            "aliases": {name: found[0] for found in names.values() for name in found[1:]},
-            "parameters": saved_parameters(optimizer, first),
-            "options": plain_groups(optimizer),
-            "ns_batch_bytes": optimizer._ns_batch_bytes(),
-            "model": description(model),
-        },
-    )
-    if extra_host_bytes is not None and async_:
-        check_extra_bytes(extra_host_bytes)
+
+    def prepare() -> Draft:
+        check_options(optimizer, step, extra_host_bytes, keep_last)
+        wait_for_last(optimizer)
+        optimizer.drain()
+        if extra_host_bytes is not None and async_:
+            check_extra_bytes(extra_host_bytes)
+        return Draft.of(
+            path, model=model, optimizer=optimizer, step=step, extra=extra, keep_last=keep_last
+        )
+
     # Nothing is copied while the caller waits, and large segments cost least.
     room = extra_host_bytes if async_ else 2 * SEGMENT_BYTES
     with lasting():  # the thread is not in the caller's inference mode
-        if this_rank():  # all ranks hold the same, and the first one writes it
-            snapshot = optimizer._assembly.snapshot([], room)
-        else:
-            snapshot = optimizer._snapshot(first, other_tensors(optimizer, first), room)
-        return job.start(optimizer, snapshot, is_async=async_)
+        draft, proposals = ask(prepare, Draft.proposal)
+        nonce = agreed(proposals).nonce
+        parts = draft.divide(proposals)
+        job = _Job(draft, parts, nonce=nonce, started=started)
+        return job.start(optimizer, room, is_async=async_)
 
 
-@dataclass(kw_only=True)
 class _Job:
-    """One save.
+    """What one rank does for a save.
 
-    Attributes:
-        path: of the checkpoint.
+    Args:
+        draft: of the save.
+        parts: that this rank writes.
+        nonce: of the files of all ranks.
         started: when, by `time.perf_counter`.
-        keep_last: see `save`.
-        extras: of all ranks.
-        facts: fields of the manifest that are known from the start.
-        nonce: of its files.
     """
 
-    path: Path
-    started: float
-    keep_last: int | None
-    extras: Sequence[bytes]
-    facts: Mapping[str, Any]
-    nonce: str = field(default_factory=new_nonce)
-    _file: DataFile | None = None
-    _entries: dict[str, Entry] = field(default_factory=dict)
-    _begins: dict[str, int] = field(default_factory=dict)
-    _blocks: dict[str, list[tuple[int, Block]]] = field(default_factory=dict)
-    _data_bytes: int = 0
-    _seconds: float = 0.0
+    def __init__(
+        self, draft: Draft, parts: Sequence[SnapshotTensor], *, nonce: str, started: float
+    ) -> None:
+        self._path = draft.path
+        self._keep_last = draft.keep_last
+        self._extra = draft.extra
+        self._facts = {**draft.facts, "parameters": draft.parameters_of(parts)}
+        self._parts = list(parts)
+        self._started = started
+        self._rank, ranks = this_rank(), Ranks()
+        self._data_path = self._path / saved_name("data", nonce, self._rank)
+        self._extra_path = self._path / saved_name("extra", nonce, self._rank)
+        self._meeting = Meeting(
+            self._path,
+            nonce,
+            rank=self._rank,
+            num_ranks=ranks.size,
+            limit_s=ranks.timeout_s if ranks.size > 1 else 0.0,
+        )
+        self._places = {part.key: part.home for part in parts}
+        self._entries: dict[str, Entry] = {part.key: (part.dtype, part.shape) for part in parts}
+        self._header, self._begins = data_header(self._entries)
+        self._nbytes = sum(map(nbytes_of, self._entries.values()))
+        self._data_bytes = len(self._header) + self._nbytes
+        self._file: DataFile | None = None
+        self._blocks: dict[str, list[tuple[int, Block]]] = {}
+        self._seconds = 0.0
 
-    def start(self, optimizer: Muon, snapshot: Snapshot, *, is_async: bool) -> SaveHandle:
-        """Have the snapshot's thread write everything."""
+    def start(self, optimizer: Muon, room: int | None, *, is_async: bool) -> SaveHandle:
+        """Have a thread write everything."""
         try:
-            if this_rank() == 0:
-                self._open(snapshot.tensors)
+            snapshot, sizes = ask(partial(self._open, optimizer, room), lambda _: self._data_bytes)
+            with all_or_none():
+                self._meeting.find_first()
+                check_room(self._data_path, sum(sizes))
         except BaseException:
             optimizer._assembly.finish_reading()
-            self._give_up()
+            self._close()
+            self._meeting.leave(None)
+            raise
+        try:
+            snapshot.start(self._write, self._done, self._fail)
+        except BaseException as failure:
+            self._fail(failure)
             raise
         handle = SaveHandle(
-            snapshot, report=lambda: self._report(snapshot.held), give_up=self._give_up
+            snapshot, report=lambda: self._report(snapshot.held), give_up=self._fail
         )
         remember(optimizer, handle)
-        snapshot.start(self._write, self._done)
         if not is_async:
             handle.result()
         return handle
 
-    def _open(self, tensors: Sequence[SnapshotTensor]) -> None:
-        known = {tensor.key: (tensor.dtype, tensor.shape) for tensor in tensors}
-        self._entries = {box.key: known[box.key] for box in plan_save(tensors)}
-        header, self._begins = data_header(self._entries)
-        self._data_bytes = len(header) + self._nbytes
-        self.path.mkdir(parents=True, exist_ok=True)
+    def _open(self, optimizer: Muon, room: int | None) -> Snapshot:
+        self._path.mkdir(parents=True, exist_ok=True)
         self._file = DataFile(self._data_path, self._data_bytes)
-        self._file.write(header, 0)
+        self._file.write(self._header, 0)
+        # The snapshot lets go of them, and so of the state, when they are written.
+        parts, self._parts = self._parts, []
+        return optimizer._assembly.snapshot(parts, room)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    # -- on the thread ------------------------------------------------------------------------------
 
     def _write(self, segment: Segment, memory: memoryview, raw: Tensor) -> None:
         assert self._file is not None
+        self._meeting.check()
         tensor = segment.tensor
         start = self._begins[tensor.key] + segment.rows.start * tensor.row_bytes
         self._file.write(memory, start)
@@ -204,72 +219,74 @@ class _Job:
         self._blocks.setdefault(tensor.key, []).append((segment.rows.start, block))
 
     def _done(self) -> None:
-        if self._file is not None:
-            self._file.finish()
-            self._commit()
-        self._seconds = time.perf_counter() - self.started
+        assert self._file is not None
+        self._file.finish()
+        write_whole(self._extra_path, self._extra)
+        if self._rank == 0:
+            self._commit(merged([self._manifest(), *self._meeting.others_parts()]))
+        else:
+            self._meeting.hand_in(self._manifest())
+        self._seconds = time.perf_counter() - self._started
 
-    @property
-    def _nbytes(self) -> int:
-        return sum(map(nbytes_of, self._entries.values()))
+    def _fail(self, failure: BaseException) -> None:
+        self._close()
+        self._meeting.leave(failure)
 
     def _report(self, held: Held) -> SaveReport:
         return SaveReport(
-            path=self.path,
+            path=self._path,
             nbytes=self._nbytes,
             seconds=self._seconds,
             copied_bytes=held.copied_bytes,
             held_seconds=held.seconds,
         )
 
-    @property
-    def _data_path(self) -> Path:
-        return self.path / f"data-{self.nonce}-{0:05}.safetensors"
-
-    def _commit(self) -> None:
-        """Make the checkpoint visible; then remove what it takes the place of."""
-        names = [f"extra-{self.nonce}-{rank:05}.pt" for rank in range(len(self.extras))]
-        files = {self._data_path.name: SavedFile(nbytes=self._data_bytes)}
-        for name, data in zip(names, self.extras, strict=True):
-            write_whole(self.path / name, data)
-            summed = checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            files[name] = SavedFile(nbytes=len(data), checksum=summed)
-        tensors = {key: self._saved(key) for key in self._entries}
-        manifest = Manifest(tensors=tensors, extras=tuple(names), files=files, **self.facts)
-        write_whole(self.path / FILE_NAME, manifest.to_json().encode())
-        try:  # from here on the checkpoint is there, whatever happens
-            remove_stale(self.path, files)
-            _point_to(self.path)
-            if self.keep_last is not None:
-                remove_unfinished(self.path.parent)
-                own = self.path.resolve()  # it may be named by a link
-                others = [
-                    path for path in checkpoints_in(self.path.parent) if path.resolve() != own
-                ]
-                for old in others[self.keep_last - 1 :]:
-                    remove_checkpoint(old)
-        except Exception as error:
-            _log.warning("Muon: saved %s, but could not remove what is old: %s", self.path, error)
+    def _manifest(self) -> Manifest:
+        """Return this rank's part of it."""
+        summed = checksum(torch.frombuffer(bytearray(self._extra), dtype=torch.uint8))
+        return Manifest(
+            tensors={key: self._saved(key) for key in self._entries},
+            extras=(self._extra_path.name,),
+            files={
+                self._data_path.name: SavedFile(nbytes=self._data_bytes),
+                self._extra_path.name: SavedFile(nbytes=len(self._extra), checksum=summed),
+            },
+            **self._facts,
+        )
 
     def _saved(self, key: str) -> SavedTensor:
-        dtype, shape = self._entries[key]
+        dtype, sizes = self._entries[key]
         in_order = sorted(self._blocks.get(key, ()), key=lambda entry: entry[0])
         chunk = Chunk(
             file=self._data_path.name,
             start=self._begins[key],
-            offsets=(0,) * len(shape),
-            sizes=shape,
+            offsets=self._places[key].offsets,
+            sizes=sizes,
             blocks=tuple(block for _, block in in_order),
         )
-        return SavedTensor(dtype=dtype, shape=shape, chunks=(chunk,))
+        return SavedTensor(dtype=dtype, shape=self._places[key].whole, chunks=(chunk,))
 
-    def _give_up(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        with contextlib.suppress(OSError):
-            for path in self.path.glob(f"*-{self.nonce}-*"):
-                path.unlink(missing_ok=True)
-            self.path.rmdir()  # only where nothing else is in it
+    def _commit(self, manifest: Manifest) -> None:
+        """Make the checkpoint visible; then remove what it takes the place of."""
+        wrong = next(faults(manifest), None)
+        assert wrong is None, wrong
+        write_whole(self._path / FILE_NAME, manifest.to_json().encode())
+        try:  # from here on the checkpoint is there, whatever happens
+            remove_stale(self._path, [*manifest.files, *self._meeting.part_names])
+            _point_to(self._path)
+            if self._keep_last is not None:
+                self._remove_old(self._keep_last)
+        except Exception as error:
+            _log.warning("Muon: saved %s, but could not remove what is old: %s", self._path, error)
+        finally:
+            self._meeting.close()
+
+    def _remove_old(self, keep_last: int) -> None:
+        remove_unfinished(self._path.parent)
+        own = self._path.resolve()  # it may be named by a link
+        others = [path for path in checkpoints_in(self._path.parent) if path.resolve() != own]
+        for old in others[keep_last - 1 :]:
+            remove_checkpoint(old)
 
 
 def _is_finite(values: Tensor) -> bool:
@@ -284,40 +301,3 @@ def _point_to(path: Path) -> None:
     if pointer != path and (pointer.is_file() or not pointer.exists()):
         write_whole(pointer, os.fsencode(path.name) + b"\n")
         remove_stale_pointers(pointer)
-
-
-# -- what is refused ----------------------------------------------------------------------------------
-
-
-def _check_options(
-    optimizer: object, step: object, extra_host_bytes: object, keep_last: object
-) -> None:
-    refuse_other_optimizer(optimizer)
-    for name, value, least in (
-        ("step", step, 0),
-        ("extra_host_bytes", extra_host_bytes, 0),
-        ("keep_last", keep_last, 1),
-    ):
-        is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        if not is_number and (value is not None or name == "step"):
-            raise ValueError(
-                complaint(
-                    name,
-                    got=repr(value),
-                    wanted=f"a whole number of {least} or more",
-                    remedy="" if name == "step" else "Leave it out for the default.",
-                )
-            )
-
-
-def _check_names(optimizer: Muon, names: Mapping[Tensor, Sequence[str]]) -> None:
-    for param, known in optimizer._assignments.items():
-        if param not in names:
-            raise ValueError(
-                complaint(
-                    known.name,
-                    got="a parameter of the optimizer that is not in the model",
-                    wanted="the model that the optimizer was built for",
-                    remedy="Pass that very model.",
-                )
-            )

@@ -1,134 +1,67 @@
-"""What `torch.distributed.checkpoint` plans is written from a snapshot, and read into its places.
+"""What `torch.distributed.checkpoint` plans is read into its places.
 
-It decides which rank writes and reads which box of which tensor, and checks that boxes fit together. The
-bytes go another way than through its own storage: straight from and to the optimizer's memory, in blocks
-with checksums, while training goes on.
+It decides from which of the boxes that ranks have saved, of whatever sharding, the box that this rank needs
+is put together. The bytes go another way than through its own storage: straight to the optimizer's memory,
+in blocks with checksums.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import (
     CheckpointException,
-    DefaultSavePlanner,
     LoadPlan,
     LoadPlanner,
     Metadata,
     ReadItem,
-    SavePlan,
-    SavePlanner,
     StorageReader,
-    StorageWriter,
 )
 from torch.distributed.checkpoint import load as load_planned
-from torch.distributed.checkpoint import save as save_planned
-from torch.distributed.checkpoint.default_planner import (
-    create_default_global_load_plan,
-    create_default_local_load_plan,
-)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from muonloom.checkpoint.manifest import Chunk
 from muonloom.checkpoint.reader import CheckpointReader, Piece
 from muonloom.checkpoint.targets import Target
-from muonloom.segments import SnapshotTensor
+from muonloom.sharding import Box
 
 
-@dataclass(frozen=True, kw_only=True)
-class Box:
-    """A part of a tensor that this rank writes."""
-
-    key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def plan_save(tensors: Sequence[SnapshotTensor]) -> list[Box]:
-    """Return what of these tensors this rank has to write."""
-    return _planned(tuple((tensor.key, tensor.dtype, tensor.shape) for tensor in tensors))
-
-
-@functools.lru_cache(maxsize=1)  # one save is planned as the one before, and the loop waits for it
-def _planned(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> list[Box]:
-    shapes = {key: torch.empty(shape, dtype=dtype, device="meta") for key, dtype, shape in entries}
-    writer = _PlanOnly()
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _alone():
-        save_planned(shapes, storage_writer=writer, planner=planner, no_dist=True)
-    return writer.boxes
-
-
-class _PlanOnly(StorageWriter):
-    """Takes note of what is to be written; a thread writes it later."""
-
-    def __init__(self) -> None:
-        self.boxes: list[Box] = []
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are."""
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Keep the boxes."""
-        for item in plan.items:
-            assert item.tensor_data is not None
-            chunk = item.tensor_data.chunk
-            box = Box(key=item.index.fqn, offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes))
-            self.boxes.append(box)
-        return _done([])
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing: the manifest takes the place of DCP's metadata."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accept any."""
-        return True
-
-
-def load_boxes(reader: CheckpointReader, targets: Mapping[str, Target], *, check: bool) -> None:
-    """Read tensors.
+def load_boxes(
+    reader: CheckpointReader,
+    targets: Mapping[str, Target],
+    boxes: Mapping[str, Box],
+    *,
+    check: bool,
+) -> None:
+    """Read boxes of tensors.
 
     Args:
         reader: of the checkpoint.
-        targets: by key.
+        targets: by key; each takes a box, counted from where that begins.
+        boxes: by key, in the whole tensor.
         check: compare checksums of what is read.
 
     Raises:
         CheckpointError: what was read is damaged.
     """
-    shapes = {key: torch.empty(reader.tensor(key).shape, device="meta") for key in targets}
     try:
         with _alone():
             load_planned(
-                shapes,
+                {},
                 storage_reader=_MappedReader(reader, targets, check=check),
-                planner=_IntoTargets(),
+                planner=_IntoTargets({key: boxes[key] for key in targets}),
                 no_dist=True,
             )
     except CheckpointException as wrapped:  # DCP's, with one failure a rank
@@ -151,7 +84,8 @@ class _MappedReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the manifest as DCP has it."""
         found: dict[str, Any] = {}
-        for key, tensor in self._reader.manifest.tensors.items():
+        for key in self._targets:
+            tensor = self._reader.tensor(key)
             boxes = [
                 ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
                 for chunk in tensor.chunks
@@ -229,12 +163,22 @@ class _MappedReader(StorageReader):
 class _IntoTargets(LoadPlanner):
     """Plans by the boxes that DCP finds to overlap."""
 
+    def __init__(self, boxes: Mapping[str, Box]) -> None:
+        self._boxes = boxes
+
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Take note of what is wanted, and of what there is."""
         assert metadata is not None
-        self._plan = create_default_local_load_plan(state_dict, metadata, strict=True)
+        items: list[ReadItem] = []
+        for key, box in self._boxes.items():
+            saved = metadata.state_dict_metadata[key]
+            assert isinstance(saved, TensorStorageMetadata)
+            wanted = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            if box.numel:
+                items += create_read_items_for_chunk_list(key, saved, [wanted])
+        self._plan = LoadPlan(items)
 
     def create_local_plan(self) -> LoadPlan:
         """Return the plan."""
@@ -242,7 +186,7 @@ class _IntoTargets(LoadPlanner):
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans as they are."""
-        return create_default_global_load_plan(global_plan)
+        return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """Return the plan as it is."""

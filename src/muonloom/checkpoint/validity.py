@@ -33,7 +33,8 @@ def faults(manifest: Manifest) -> Iterator[str]:
             sizes += math.prod(chunk.sizes)
             if not _fits(manifest, tensor, chunk):
                 yield f"a part of {key} that is in no file"
-        if sizes != math.prod(tensor.shape):
+        filled = [chunk.offsets for chunk in tensor.chunks if math.prod(chunk.sizes)]
+        if sizes != math.prod(tensor.shape) or len(set(filled)) < len(filled):
             yield f"{key} with parts that are not all of it"
 
 

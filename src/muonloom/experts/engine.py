@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from muonloom.errors import complaint
@@ -21,6 +22,7 @@ from muonloom.experts.modules import (
     projections,
     register_forward,
 )
+from muonloom.experts.reduction import GradientReduction
 from muonloom.experts.weights import ExpertWeight, Workspace
 from muonloom.float8_writer import SCALE_DTYPES, Float8BlockWriter, ScaleFormat
 from muonloom.math.float8 import scale_shape
@@ -43,6 +45,7 @@ class Float8Experts:
         self._workspace = workspace
         self._modules: list[Float8Module] = []
         self._weights: dict[Parameter, ExpertWeight] = {}
+        self._reduction: GradientReduction | None = None
 
     @classmethod
     def attach(
@@ -53,6 +56,8 @@ class Float8Experts:
         block: tuple[int, int] = (128, 128),
         scale_format: ScaleFormat = "float32",
         workspace_bytes: int = WORKSPACE_BYTES,
+        process_group: ProcessGroup | None = None,
+        gradient_divisor: float | None = None,
     ) -> Float8Experts:
         """Quantize the experts of `model`, a layer at a time, and give up their parameters' storage.
 
@@ -65,6 +70,10 @@ class Float8Experts:
             block: rows and columns that share a scale.
             scale_format: ``"float32"``, or ``"ue8m0"`` for powers of two.
             workspace_bytes: into which runs of experts are dequantized; one expert always fits.
+            process_group: the ranks that hold the same experts (the expert-data group): their gradients are
+                added up before each step, since DDP and FSDP have to leave the experts alone. None:
+                nobody's are.
+            gradient_divisor: what these sums are divided by; None: the number of those ranks.
 
         Raises:
             ValueError: no expert module, one that is attached already, or a layout that is not supported;
@@ -77,6 +86,8 @@ class Float8Experts:
         stacks = [module._parameters[name] for _, module in found for name in projections(module)]
         largest = max(stack[0].numel() for stack in stacks if stack is not None)
         engine = cls(model, Workspace(workspace_bytes, largest))
+        if process_group is not None:
+            engine._reduction = GradientReduction(process_group, gradient_divisor)
         weights: dict[str, ExpertWeight] = {}
         try:
             for name, module in found:
@@ -128,7 +139,9 @@ class Float8Experts:
             yield parameter, weight.writer
 
     def before_step(self, optimizer: Any) -> None:
-        """Do nothing: gradients lie where the optimizer looks for them."""
+        """Reduce gradients over the ranks that hold the same experts."""
+        if self._reduction is not None:
+            self._reduction(list(self._weights))
 
     def after_step(self, optimizer: Any, skipped: bool) -> None:
         """Do nothing: the writers have written what forward reads."""

@@ -14,6 +14,7 @@ from muonloom.layout.describe import (
 from muonloom.layout.families import family_names, register_family
 from muonloom.layout.layout import Kind, Layout
 from muonloom.layout.rules import Rule, canonical_name
+from muonloom.layout.shares import restricted, row_atoms, stitched
 
 __all__ = [
     "BlockSpec",
@@ -31,4 +32,7 @@ __all__ = [
     "canonical_name",
     "family_names",
     "register_family",
+    "restricted",
+    "row_atoms",
+    "stitched",
 ]

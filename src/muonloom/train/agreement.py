@@ -32,6 +32,7 @@ MUST_AGREE: Mapping[str, tuple[str, ...]] = {
     ),
     "eval": ("sequences",),
     "checkpoint": (),
+    "parallel": ("reduce_dtype",),
 }
 """By section, the keys that change the weights, or what a loss of the curve is a loss on."""
 
@@ -44,8 +45,10 @@ MAY_DIFFER: Mapping[str, tuple[str, ...]] = {
     "schedule": (),
     "eval": ("every", "final_sequences", "prompt_tokens", "sample_tokens", "temperature"),
     "checkpoint": ("every", "keep_last", "asynchronous", "extra_host_bytes", "resume", "verify"),
+    # How many ranks there are, and what each holds, moves losses by the order of sums.
+    "parallel": ("mode", "replicas", "backend", "timeout_s"),
 }
-"""By section, the keys that change no bit of the weights."""
+"""By section, the keys that change no bit of the weights, but for the order in which ranks add up."""
 
 _TEXT = "text"  # the SHA-256 of the corpus among the settings, beside the sections' keys
 
@@ -91,8 +94,10 @@ def check_agreement(saved: Mapping[str, Any], asked: Mapping[str, Any], path: Pa
     Raises:
         ConfigError: they differ in what changes numbers; names the first such key.
     """
+    sections = {key.partition(".")[0] for key in saved}  # releases have added some
     for key in (*asked, *(key for key in saved if key not in asked)):
-        if _must_agree(key) and saved.get(key) != asked.get(key):
+        is_known = key.partition(".")[0] in sections
+        if is_known and _must_agree(key) and saved.get(key) != asked.get(key):
             raise _other(key, saved, asked, path)
     if saved[_TEXT] != asked[_TEXT]:
         moved = [key for key in asked if key.startswith("data.") and saved[key] != asked[key]]

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import muonloom.checkpoint
@@ -19,6 +20,7 @@ from muonloom.errors import CheckpointError, ConfigError, complaint
 from muonloom.train.agreement import check_agreement
 from muonloom.train.config import TrainConfig
 from muonloom.train.logs import LogEnd, read_history
+from muonloom.train.team import Team
 from muonloom.train.trainer import Trainer
 
 FORMAT = 1  # of what a run adds to a checkpoint; raised when a key changes its meaning or goes
@@ -44,7 +46,7 @@ class RunCheckpoints:
     """`checkpoints/` in a run's directory, with one directory a checkpoint: `step-000100`."""
 
     def __init__(
-        self, directory: Path, config: TrainConfig, *, settings: Mapping[str, Any]
+        self, directory: Path, config: TrainConfig, *, settings: Mapping[str, Any], team: Team
     ) -> None:
         """Write and read nothing yet.
 
@@ -52,11 +54,13 @@ class RunCheckpoints:
             directory: of the run.
             config: of the run.
             settings: what a run that goes on must agree with, from `settings_of`.
+            team: the run's ranks; the first decides, and all save and load.
         """
         self.directory = directory / "checkpoints"
         self._run_directory = directory
         self._config = config.checkpoint
         self._settings = dict(settings)
+        self._team = team
         self._handle: muonloom.checkpoint.SaveHandle | None = None
 
     # -- going on ------------------------------------------------------------------------------------
@@ -71,6 +75,9 @@ class RunCheckpoints:
             ConfigError: it is of a run with other numbers, which this one would spoil.
             CheckpointError: it is damaged.
         """
+        return self._team.on_first(self._find)
+
+    def _find(self) -> Path | None:
         if not self._config.resume or self._has_finished() or not self.directory.is_dir():
             return None
         path = muonloom.checkpoint.latest(self.directory)
@@ -96,26 +103,32 @@ class RunCheckpoints:
             ConfigError: the run's log no longer holds the steps that were made.
         """
         with _says_where_to_go(path):
+            first = CheckpointReader(path).extra(0)
             loaded = muonloom.checkpoint.load(
                 path,
                 model=trainer.model,
                 optimizer=trainer.optimizer,
                 verify=self._config.verify,
             )
-        extra = loaded["extra"]
         resumed = Resumed(
             step=loaded["step"],
-            log_end=LogEnd(**extra["log_end"]),
-            last_step=extra["last_step"],
+            log_end=LogEnd(**first["log_end"]),
+            last_step=first["last_step"],
         )
         history = read_history(self._run_directory, resumed.log_end)
         trainer.history.steps[:], trainer.history.evals[:] = history.steps, history.evals
-        trainer.scheduler.load_state_dict(extra["scheduler"])
-        _set_random_state(extra["random"], trainer.device)
+        trainer.scheduler.load_state_dict(first["scheduler"])
+        if self._team.is_first or first.get("ranks", 1) == self._team.size:
+            _set_random_state(loaded["extra"]["random"], trainer.device)
+        else:  # another rank's would have two ranks draw the same
+            seed_rank(self._settings["run.seed"], resumed.step, rank=self._team.rank)
         return resumed
 
     def clear(self) -> None:
         """Remove what an earlier run left that would be taken for this one's: a new run begins."""
+        self._team.on_first(self._clear)
+
+    def _clear(self) -> None:
         if self.directory.is_dir():
             for path in self.directory.iterdir():
                 if _STEP.fullmatch(path.name):
@@ -140,8 +153,9 @@ class RunCheckpoints:
         """
         every = self._config.every
         with _disk_takes_it(self.directory):
-            if self._handle is not None and self._handle.done():
+            if self._handle is not None and self._team.all(self._handle.done()):
                 self._handle.result()
+                self._handle = None
             if every and (last or step % every == 0):
                 self._handle = self._write(step, last, trainer=trainer, log_end=log_end(step))
 
@@ -169,12 +183,18 @@ class RunCheckpoints:
     def _extra(self, trainer: Trainer, log_end: LogEnd) -> dict[str, Any]:
         return {
             "format": FORMAT,
+            "ranks": self._team.size,
             "settings": self._settings,
             "scheduler": trainer.scheduler.state_dict(),
             "random": _random_state(trainer.device),
             "log_end": asdict(log_end),
             "last_step": json.loads(json.dumps(trainer.optimizer.last_step)),
         }
+
+
+def seed_rank(*entropy: int, rank: int) -> None:
+    """Have torch's generators draw on this rank what they draw on no other."""
+    torch.manual_seed(int(np.random.SeedSequence([*entropy, rank]).generate_state(1)[0]))
 
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:

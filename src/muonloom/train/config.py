@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
@@ -22,6 +23,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
+Seconds = Annotated[float, Field(gt=0.0, le=1e7)]
 
 
 class _Section(BaseModel):
@@ -170,6 +172,43 @@ class CheckpointConfig(_Section):
     verify: Literal["full", "manifest"] = "full"
 
 
+class ParallelConfig(_Section):
+    """`[parallel]`: how the ranks that torchrun starts share the run's work.
+
+    ``mode = "auto"`` is ``"replicated"`` on several ranks, ``"none"`` in one process.
+    """
+
+    mode: Literal["auto", "none", "replicated", "fsdp2", "hsdp"] = "auto"
+    replicas: Count | None = None
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    timeout_s: Seconds = 600.0
+
+    @model_validator(mode="after")
+    def _keys_are_read(self) -> Self:
+        if self.mode == "hsdp" and self.replicas is None:
+            raise ValueError(
+                complaint(
+                    "parallel.replicas",
+                    got="nothing",
+                    wanted='how many copies of the model mode = "hsdp" keeps',
+                    remedy="Each is spread over (number of ranks) / replicas ranks.",
+                )
+            )
+        readers = {"replicas": ("hsdp",), "reduce_dtype": ("fsdp2", "hsdp")}
+        for key, modes in readers.items():
+            if key in self.model_fields_set and self.mode not in modes:
+                raise ValueError(
+                    complaint(
+                        f"parallel.{key}",
+                        got=f'a value that mode = "{self.mode}" does not read',
+                        wanted=f"mode = {' or '.join(json.dumps(mode) for mode in modes)}",
+                        remedy="Set it, or remove the key.",
+                    )
+                )
+        return self
+
+
 class TrainConfig(_Section):
     """A whole run."""
 
@@ -180,6 +219,7 @@ class TrainConfig(_Section):
     schedule: ScheduleConfig = ScheduleConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Self:

@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from muonloom.errors import ConfigError, complaint
 from muonloom.train.trainer import EvalRecord, History, StepRecord
@@ -47,24 +47,32 @@ class LogEnd:
 class RunLog:
     """Writes `metrics.jsonl` and `tensorboard/` in the run's directory, anew or on from an end."""
 
-    def __init__(self, directory: Path, *, tensorboard: bool, end: LogEnd | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, tensorboard: bool, end: LogEnd | None = None, writes: bool = True
+    ) -> None:
         """Open both.
 
         Args:
             directory: of the run.
             tensorboard: whether to write that too.
             end: what is to stay of an earlier log, once `read_history` has read it; None: nothing.
+            writes: whether this rank does; another one opens nothing.
         """
         self._path = directory / _METRICS
+        self._board: Any = None
+        if not writes:
+            self._lines: IO[str] | None = None
+            return
         if end is not None:
             os.truncate(self._path, end.nbytes)
         self._lines = self._path.open("w" if end is None else "a", encoding="utf-8")
-        self._board: Any = None
         if tensorboard:
             self._board = _summary_writer(directory / "tensorboard", end)
 
     def end(self, step: int) -> LogEnd:
         """Have all of it on the disk up to now, after `step`, and return where it ends."""
+        if self._lines is None:
+            return LogEnd(step=step, nbytes=0)
         os.fsync(self._lines.fileno())
         if self._board is not None:
             self._board.flush()
@@ -97,7 +105,8 @@ class RunLog:
 
     def close(self) -> None:
         """Flush and close both."""
-        self._lines.close()
+        if self._lines is not None:
+            self._lines.close()
         if self._board is not None:
             self._board.close()
 
@@ -113,8 +122,9 @@ class RunLog:
         self.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._lines.write(dump_json(line) + "\n")
-        self._lines.flush()
+        if self._lines is not None:
+            self._lines.write(dump_json(line) + "\n")
+            self._lines.flush()
 
     def _scalar(self, name: str, value: float, step: int) -> None:
         if self._board is not None:

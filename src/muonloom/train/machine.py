@@ -26,14 +26,21 @@ class Machine:
     muonloom: str
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, local_rank: int | None = None) -> torch.device:
     """Return the device that ``run.device`` names; ``"auto"`` takes CUDA where there is one.
+
+    Args:
+        name: as the configuration has it.
+        local_rank: of a process among those of the run on this machine, which take a GPU each; None: this
+            process is alone.
 
     Raises:
         ConfigError: no such device here.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if local_rank is not None and name != "cpu":
+        name = _of_a_rank(name, local_rank)
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -47,6 +54,22 @@ def choose_device(name: str) -> torch.device:
             )
         ) from None
     return device
+
+
+def _of_a_rank(name: str, local_rank: int) -> str:
+    """Return the device of a rank; torch's current one from now on."""
+    count = torch.get_device_module(name).device_count() if name == "cuda" else 0
+    if local_rank >= count:
+        raise ConfigError(
+            complaint(
+                "run.device",
+                got=f"{name!r} for rank {local_rank} of this machine, which has {count} of it",
+                wanted='"auto", "cuda" with a GPU for each rank, or "cpu"',
+                remedy="Start as many ranks as there are GPUs.",
+            )
+        )
+    torch.cuda.set_device(local_rank)
+    return f"{name}:{local_rank}"
 
 
 def describe_machine(device: torch.device) -> Machine:

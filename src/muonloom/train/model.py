@@ -224,6 +224,11 @@ def attach_experts(model: nn.Module, config: ModelConfig) -> Float8Experts | Non
         raise _bad("model.expert_weights", got, '"parameter" for this model') from None
 
 
+def class_name(model: nn.Module) -> str:
+    """Return the name of a model's class; FSDP2 puts a class of its own in its place."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2])[:300] if lines else type(error).__name__

@@ -11,12 +11,15 @@ import hashlib
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 import muonloom
+from muonloom.dtensors import local_part
+from muonloom.errors import LostRanksError
+from muonloom.train.team import Team
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class Bench:
         backward: leaves a gradient in `.grad`, returns the loss.
         rebuild: makes an optimizer with the same options for a copy of the model, placed otherwise.
         host: the run's host placement; the default one where the run had none.
+        team: the run's ranks, which all go through the same proofs.
+        num_parts: over how many ranks one copy of the weights is spread.
     """
 
     model: nn.Module
@@ -36,6 +41,8 @@ class Bench:
     backward: Callable[[], float]
     rebuild: Callable[[nn.Module, str | muonloom.HostPlacement], muonloom.Muon]
     host: muonloom.HostPlacement
+    team: Team = field(default_factory=Team)
+    num_parts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +72,10 @@ class Proof:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Return the SHA-256 of every parameter and buffer: name, dtype, shape and bytes."""
+    """Return the SHA-256 of every parameter and buffer on this rank: name, dtype, shape and bytes."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
+        tensor = local_part(tensor)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(_raw_bytes(tensor))
     return digest.hexdigest()
@@ -91,22 +99,35 @@ def _raw_bytes(tensor: Tensor) -> bytes:
 
 
 def nan_gradient_is_skipped(bench: Bench) -> Outcome:
-    """Plant one NaN among the gradients of one matrix, step, and compare every weight's bytes."""
-    before = weights_sha256(bench.model)
+    """Plant one NaN among the gradients of one matrix, step, and compare every weight's bytes.
+
+    Where ranks hold parts of the weights, those with the last part have it alone, and all must skip.
+    """
+    team = bench.team
+    before = _all_weights_sha256(bench)
     bench.backward()
     name, gradient = max(
-        ((n, p.grad) for n, p in bench.model.named_parameters() if p.grad is not None),
+        ((n, local_part(p.grad)) for n, p in bench.model.named_parameters() if p.grad is not None),
         key=lambda item: item[1].numel(),
     )
-    gradient[(0,) * gradient.ndim] = float("nan")
+    # What several ranks hold has one gradient on all of them.
+    if team.rank % bench.num_parts == bench.num_parts - 1:
+        gradient[(0,) * gradient.ndim] = float("nan")
     reaction = _step(bench.optimizer)
     bench.optimizer.zero_grad(set_to_none=True)
-    same = weights_sha256(bench.model) == before
+    same = _all_weights_sha256(bench) == before
+    planted = team.gather(name)[-1] + (f" on rank {team.size - 1}" if bench.num_parts > 1 else "")
     return Outcome(
-        holds=reaction != "taken" and same,
-        detail=f"NaN planted in {name}: step {reaction}, SHA-256 of all weights {before[:12]}… "
+        holds=team.all(reaction != "taken") and same,
+        detail=f"NaN planted in {planted}: step {reaction}, SHA-256 of all weights {before[:12]}… "
         f"{'unchanged' if same else 'CHANGED'}",
     )
+
+
+def _all_weights_sha256(bench: Bench) -> str:
+    """Return the SHA-256 of the weights, over what all ranks hold."""
+    found = bench.team.gather(weights_sha256(bench.model))
+    return found[0] if len(found) == 1 else hashlib.sha256("\n".join(found).encode()).hexdigest()
 
 
 def _step(optimizer: muonloom.Muon) -> str:
@@ -179,8 +200,33 @@ PROOFS: tuple[Proof, ...] = (
 )
 
 
-PROOFS_WITHOUT_COPIES = PROOFS[:1]
-"""Those for a model that cannot be copied, because an engine holds its experts."""
+def replicas_agree(bench: Bench) -> Outcome:
+    """Compare the bytes of weights that several ranks hold."""
+    found = bench.team.gather(weights_sha256(bench.model))
+    same = all(found[rank] == found[rank % bench.num_parts] for rank in range(len(found)))
+    copies = len(found) // bench.num_parts
+    return Outcome(
+        holds=same,
+        detail=f"SHA-256 of the weights {found[0][:12]}… on rank 0, "
+        f"{'the same' if same else 'OTHERS'} in all {copies} copies",
+    )
+
+
+REPLICAS = Proof(claim="All ranks hold the same bits", show=replicas_agree)
+
+
+def choose_proofs(*, can_copy: bool, team: Team, num_parts: int) -> tuple[Proof, ...]:
+    """Return those that can be shown.
+
+    Args:
+        can_copy: whether model and state can be copied: an engine's experts cannot, nor what ranks share.
+        team: the run's ranks.
+        num_parts: over how many ranks one copy of the weights is spread.
+    """
+    nan, placements = PROOFS
+    if can_copy:
+        return (nan, placements)
+    return (nan, REPLICAS) if team.size > num_parts else (nan,)
 
 
 def run_proofs(bench: Bench, proofs: tuple[Proof, ...] = PROOFS) -> list[ProofRecord]:
@@ -190,6 +236,8 @@ def run_proofs(bench: Bench, proofs: tuple[Proof, ...] = PROOFS) -> list[ProofRe
         begin = time.perf_counter()
         try:
             outcome = proof.show(bench)
+        except LostRanksError:
+            raise
         except (MemoryError, torch.OutOfMemoryError) as error:
             outcome = Outcome(holds=None, detail=f"not shown, for lack of memory: {error}")
         except Exception as error:  # the report must be written whatever a proof meets

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from muonloom.errors import ConfigError, complaint
 from muonloom.train.logs import dump_json
@@ -31,10 +32,23 @@ def plot(path: Path, summary: dict[str, Any], history: History) -> None:
     )
 
 
-def save_model(model: nn.Module, tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the weights as safetensors with their config.json, and the tokenizer's files."""
+def save_model(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    directory: Path,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write weights as safetensors with their config.json, and the tokenizer's files.
+
+    Args:
+        model: of Transformers.
+        tokenizer: of the data.
+        directory: to make.
+        weights: by name; None: the model's own.
+    """
     try:
-        model.save_pretrained(directory)  # type: ignore[operator]
+        model.save_pretrained(directory, state_dict=weights)  # type: ignore[operator]
         tokenizer.save(directory)
     except OSError as error:
         raise ConfigError(

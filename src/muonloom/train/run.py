@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,37 +17,52 @@ import muonloom
 from muonloom.errors import ConfigError, complaint
 from muonloom.train.agreement import settings_of
 from muonloom.train.baselines import baselines
-from muonloom.train.checkpoints import Resumed, RunCheckpoints
+from muonloom.train.checkpoints import Resumed, RunCheckpoints, seed_rank
 from muonloom.train.config import TrainConfig
 from muonloom.train.config_file import load_config
 from muonloom.train.data import Corpus, cut_windows, load_corpus
 from muonloom.train.interrupt import StopOnSignal
+from muonloom.train.launch import Launch
 from muonloom.train.logs import RunLog
 from muonloom.train.machine import choose_device, describe_machine
-from muonloom.train.model import attach_experts, build_model
+from muonloom.train.model import attach_experts, build_model, class_name
 from muonloom.train.optim import build_layout, build_optimizer, make_optimizer, placement_of
 from muonloom.train.progress import RunProgress
-from muonloom.train.proofs import PROOFS, PROOFS_WITHOUT_COPIES, Bench, ProofRecord, run_proofs
+from muonloom.train.proofs import Bench, ProofRecord, choose_proofs, run_proofs
 from muonloom.train.results import plot, save_model, write_summary
 from muonloom.train.sample import Completion, choose_prompt, complete
 from muonloom.train.schedule import make_scheduler
 from muonloom.train.screen import ledger_line, show
 from muonloom.train.summary import Measured, summarize
+from muonloom.train.team import Team
+from muonloom.train.together import train_together
 from muonloom.train.trainer import EvalRecord, Observer, StepRecord, Trainer
+from muonloom.train.wrap import Wrapped, wrap
 
 
 def train(path: Path, overrides: Sequence[str] = (), *, console: Console) -> int:
     """Run `path` and show its last screen; return the process's exit code.
 
-    It is 0, or 130 after Ctrl-C and 143 after SIGTERM.
+    It is 0, or 130 after Ctrl-C and 143 after SIGTERM. Where torchrun started several processes, they share
+    the run, and errors are told and turned into an exit code here.
 
     Raises:
         ConfigError: what the user can put right, in one line.
         FloatingPointError: the training diverged.
     """
-    run = TrainingRun(load_config(path, overrides), console=console)
+    launch = Launch.from_environment()
+    if launch.size == 1 and not launch.is_launched:
+        return _run(load_config(path, overrides), console, Team())
+    return train_together(
+        launch, lambda team, shown: _run(load_config(path, overrides), shown, team), console
+    )
+
+
+def _run(config: TrainConfig, console: Console, team: Team) -> int:
+    run = TrainingRun(config, console=console, team=team)
     summary = run.execute()
-    show(console, summary)
+    if team.is_first:
+        show(console, summary)
     return run.exit_code
 
 
@@ -58,6 +73,7 @@ class _Parts:
     device: torch.device
     corpus: Corpus
     model: nn.Module
+    wrapped: Wrapped
     layout: muonloom.Layout
     optimizer: muonloom.Muon
     trainer: Trainer
@@ -68,20 +84,21 @@ class _Parts:
 class TrainingRun:
     """Goes once through all phases of a run, and times them."""
 
-    def __init__(self, config: TrainConfig, *, console: Console) -> None:
+    def __init__(self, config: TrainConfig, *, console: Console, team: Team | None = None) -> None:
         self.directory = Path(config.run.directory) / config.run.name
         self.exit_code = 0
         self._config = config
         self._console = console
+        self._team = Team() if team is None else team
         self._seconds: dict[str, float] = {}
 
     def execute(self) -> dict[str, Any]:
         """Train, measure, write the run's directory; return the summary."""
         with self._phase("set-up"):
             parts = self._prepare()
-            self._make_directory()
+            self._team.on_first(self._make_directory)
         with self._phase("baselines"):
-            ladder = self._baselines(parts.corpus)
+            ladder = self._team.on_first(lambda: self._baselines(parts.corpus))
         with self._phase("before"):
             before = self._first_loss(parts)
             prompt, completion = self._first_completion(parts)
@@ -117,7 +134,9 @@ class TrainingRun:
         config = self._config
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
-        device = choose_device(config.run.device)
+        device = choose_device(config.run.device, self._team.local_rank)
+        self._team.begin(config.parallel, device)
+        _check_rows(config, self._team.size)
         corpus = load_corpus(config.data)
         torch.manual_seed(config.run.seed)
         model = build_model(
@@ -126,12 +145,15 @@ class TrainingRun:
             sequence_length=corpus.sequence_length,
             device=device,
         )
-        checkpoints = RunCheckpoints(
-            self.directory, config, settings=settings_of(config, corpus, device)
-        )
+        if not self._team.is_first:
+            seed_rank(config.run.seed, rank=self._team.rank)  # the first draws as one alone does
+        settings = settings_of(config, corpus, device)
+        self._team.check_same(settings)
+        checkpoints = RunCheckpoints(self.directory, config, settings=settings, team=self._team)
         resumes_from = checkpoints.find()
         engine = attach_experts(model, config.model)
         layout = build_layout(model, config.optim)
+        wrapped = wrap(model, config, team=self._team, device=device)
         optimizer = build_optimizer(model, layout, config.optim, engine)
         trainer = Trainer(
             model=model,
@@ -140,11 +162,14 @@ class TrainingRun:
             corpus=corpus,
             config=config,
             device=device,
+            wrapped=wrapped,
+            team=self._team,
         )
         return _Parts(
             device=device,
             corpus=corpus,
             model=model,
+            wrapped=wrapped,
             layout=layout,
             optimizer=optimizer,
             trainer=trainer,
@@ -176,6 +201,7 @@ class TrainingRun:
         try:
             return parts.trainer.evaluate(windows)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            self._team.raise_if_lost(error)
             # Sizes that do not go together show only when the model's own code multiplies them.
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(
@@ -210,7 +236,7 @@ class TrainingRun:
         size = sum(parameter.numel() for parameter in parts.model.parameters())
         figures = ", ".join(f"{name} {value:.3f}" for name, value in ladder.items())
         self._console.print(
-            f"{type(parts.model).__name__}, {size:,} parameters on {parts.device}; "
+            f"{class_name(parts.model)}, {size:,} parameters on {parts.device}{self._team}; "
             f"{self._config.optim.algorithm}, {self._config.schedule.steps} steps → "
             f"{self.directory}\n{ledger_line(parts.optimizer.memory())}\n"
             f"held-out nats a byte to compare with: {figures}",
@@ -230,12 +256,14 @@ class TrainingRun:
         stop = StopOnSignal(
             lambda received: progress.say(
                 f"Stopping after this step ({received.name}); once more stops at once."
-            )
+            ),
+            team=self._team,
         )
         log = RunLog(
             self.directory,
             tensorboard=self._config.run.tensorboard,
             end=None if resumed is None else resumed.log_end,
+            writes=self._team.is_first,
         )
 
         def on_step(record: StepRecord) -> None:
@@ -258,7 +286,7 @@ class TrainingRun:
                 parts.trainer.history.evals.append(first)
                 log.eval(first)
             parts.trainer.run(
-                Observer(on_step=on_step, on_eval=on_eval, stop=lambda: stop.requested, save=save)
+                Observer(on_step=on_step, on_eval=on_eval, stop=stop.agreed, save=save)
             )
         self.exit_code = stop.exit_code
         return resumed, stop.requested
@@ -291,8 +319,15 @@ class TrainingRun:
                     model, parts.layout, optim, placement=place
                 ),
                 host=muonloom.HostPlacement() if isinstance(placement, str) else placement,
+                team=self._team,
+                num_parts=parts.wrapped.num_parts,
             ),
-            PROOFS if self._config.model.expert_weights == "parameter" else PROOFS_WITHOUT_COPIES,
+            choose_proofs(
+                can_copy=self._team.mode == "none"
+                and self._config.model.expert_weights == "parameter",
+                team=self._team,
+                num_parts=parts.wrapped.num_parts,
+            ),
         )
 
     def _ledger(self, parts: _Parts) -> dict[str, int]:
@@ -313,18 +348,39 @@ class TrainingRun:
                 optimizer=parts.optimizer,
                 history=parts.trainer.history,
                 measured=measured,
+                team=self._team,
             )
-            plot(self.directory / "loss.png", summary, parts.trainer.history)
-            if self._config.run.save_model:
-                save_model(parts.model, parts.corpus.tokenizer, self.directory / "model")
+            weights = parts.wrapped.weights() if self._config.run.save_model else None
+            if self._team.is_first:
+                self._write_results(parts, summary, weights)
         summary["seconds"] = dict(self._seconds)
-        return write_summary(self.directory, summary)
+        return write_summary(self.directory, summary) if self._team.is_first else summary
+
+    def _write_results(
+        self, parts: _Parts, summary: dict[str, Any], weights: Mapping[str, Tensor] | None
+    ) -> None:
+        plot(self.directory / "loss.png", summary, parts.trainer.history)
+        if self._config.run.save_model:
+            directory = self.directory / "model"
+            save_model(parts.model, parts.corpus.tokenizer, directory, weights=weights)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
         self._seconds[name] = time.perf_counter() - begin
+
+
+def _check_rows(config: TrainConfig, size: int) -> None:
+    if config.schedule.batch_size < size:
+        raise ConfigError(
+            complaint(
+                "schedule.batch_size",
+                got=config.schedule.batch_size,
+                wanted=f"a sequence or more for each of {size} ranks",
+                remedy="It counts the sequences of all ranks together; raise it, or start fewer.",
+            )
+        )
 
 
 def _report(parts: _Parts, resumed: Resumed | None) -> dict[str, Any]:

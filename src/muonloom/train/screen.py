@@ -61,7 +61,8 @@ def _heading(summary: dict[str, Any]) -> RenderableType:
     text.append(f"{machine['title']}", style="bold")
     text.append(
         f"  ·  {machine['processor']}, {machine['num_cores']} cores, {machine['num_threads']} "
-        f"thread(s)  ·  torch {machine['torch']}, transformers {machine['transformers']}\n"
+        f"thread(s){_ranks(summary)}  ·  torch {machine['torch']}, transformers "
+        f"{machine['transformers']}\n"
     )
     text.append(
         f"{model['class']}, {model['parameters']:,} parameters, {model['dtype']}; {ended} "
@@ -73,6 +74,16 @@ def _heading(summary: dict[str, Any]) -> RenderableType:
         f"{data['held_out_documents']} others ({bytes_text(data['held_out_bytes'])}) held out"
     )
     return Panel(text, title=f"muonloom train · {summary['name']}", title_align="left")
+
+
+def _ranks(summary: dict[str, Any]) -> str:
+    ranks, mode = summary["parallel"]["ranks"], summary["parallel"]["mode"]
+    return f" × {ranks} ranks ({mode})" if ranks > 1 else ""
+
+
+def _of_rank(summary: dict[str, Any]) -> str:
+    """Return what a title adds where figures are of the first rank alone."""
+    return " of rank 0" if summary["parallel"]["ranks"] > 1 else ""
 
 
 def _two_columns(left: RenderableType, right: RenderableType) -> RenderableType:
@@ -112,7 +123,7 @@ def _ledger(summary: dict[str, Any]) -> RenderableType:
     table.add_row("a step", f"{training['step_seconds'] * 1e3:.0f} ms")
     if training["optimizer_share"] is not None:
         table.add_row("optimizer's share", f"{training['optimizer_share']:.1%}")
-    return Panel(table, title="memory and time", title_align="left")
+    return Panel(table, title=f"memory and time{_of_rank(summary)}", title_align="left")
 
 
 def _layout_table(summary: dict[str, Any]) -> RenderableType:
@@ -127,8 +138,8 @@ def _layout_table(summary: dict[str, Any]) -> RenderableType:
     report = summary["last_step"]
     total = sum(count for _, count in report["matrices"])
     title = (
-        f"layout · last step: {total} matrices in {report['ns_calls']} Newton–Schulz calls, "
-        f"{report['idle']} idle"
+        f"layout · last step{_of_rank(summary)}: {total} matrices in {report['ns_calls']} "
+        f"Newton–Schulz calls, {report['idle']} idle"
         if not report["skipped"]
         else "layout"
     )

@@ -13,8 +13,10 @@ import muonloom
 from muonloom.train.config import TrainConfig
 from muonloom.train.data import Corpus
 from muonloom.train.machine import Machine
+from muonloom.train.model import class_name
 from muonloom.train.proofs import ProofRecord
 from muonloom.train.sample import Completion
+from muonloom.train.team import Team
 from muonloom.train.trainer import History
 
 FORMAT = 1  # of summary.json; raised when a key changes its meaning or goes
@@ -93,14 +95,19 @@ def summarize(
     optimizer: muonloom.Muon,
     history: History,
     measured: Measured,
+    team: Team,
 ) -> dict[str, Any]:
-    """Return all of it as plain values (`json.dumps` works where numbers are finite)."""
+    """Return all of it as plain values (`json.dumps` works where numbers are finite).
+
+    On several ranks, what is of one rank (`memory`, `last_step`, `machine`) is of this one.
+    """
     return {
         "format": FORMAT,
         "name": config.run.name,
         "interrupted": measured.interrupted,
         "resumed_from": measured.resumed_from,
         "machine": asdict(machine),
+        "parallel": {"mode": team.mode, "ranks": team.size},
         "model": _model_summary(model),
         "data": _data_summary(config, corpus),
         "training": _training_summary(history),
@@ -118,7 +125,7 @@ def summarize(
 def _model_summary(model: nn.Module) -> dict[str, Any]:
     return {
         "type": model.config.model_type,  # type: ignore[union-attr]
-        "class": type(model).__name__,
+        "class": class_name(model),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
     }

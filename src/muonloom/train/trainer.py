@@ -15,8 +15,11 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
 import muonloom
+from muonloom.dtensors import is_dtensor
 from muonloom.train.config import TrainConfig
 from muonloom.train.data import Corpus
+from muonloom.train.team import Team
+from muonloom.train.wrap import Wrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,10 @@ class Observer:
 
 
 class Trainer:
-    """Owns a model, its optimizer and its text; goes through the steps of a schedule."""
+    """Owns a model, its optimizer and its text; goes through the steps of a schedule.
+
+    On several ranks each reads its share of every batch, and all call the same methods.
+    """
 
     def __init__(
         self,
@@ -87,8 +93,12 @@ class Trainer:
         corpus: Corpus,
         config: TrainConfig,
         device: torch.device,
+        wrapped: Wrapped | None = None,
+        team: Team | None = None,
     ) -> None:
         self.model = model
+        self._wrapped = Wrapped(model=model, forward=model) if wrapped is None else wrapped
+        self._team = Team() if team is None else team
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.device = device
@@ -130,7 +140,7 @@ class Trainer:
             str(group["algorithm"]): float(group["lr"]) for group in self.optimizer.param_groups
         }
         begin = time.perf_counter()
-        loss = self.backward(step)
+        loss = self._team.mean(self.backward(step))
         norm = self._clip()
         self._synchronize()
         before = time.perf_counter()
@@ -151,17 +161,25 @@ class Trainer:
         )
 
     def backward(self, step: int) -> float:
-        """Accumulate the gradient of step `step` (from 1) in `.grad`; return its mean loss."""
+        """Accumulate the gradient of step `step` (from 1) in `.grad`.
+
+        Returns:
+            This rank's part of the mean loss: the mean of all parts is that of the whole batch.
+        """
         schedule = self._config.schedule
         total = torch.zeros((), device=self.device)
         rows = self._corpus.train_batch(
             seed=self._config.run.seed, step=step, rows=schedule.batch_size * schedule.accumulate
         )
-        for part in torch.split(rows, schedule.batch_size):
-            with self._autocast():
-                loss, auxiliary = self._losses(part.to(self.device))
-            torch.autograd.backward((loss + auxiliary) / schedule.accumulate)
-            total += loss.detach().float() / schedule.accumulate
+        for number, part in enumerate(torch.split(rows, schedule.batch_size), start=1):
+            own = self._team.share(part)
+            # Ranks' gradients are averaged, and one may have a row less than another.
+            divisor = schedule.accumulate * (len(part) / (self._team.size * len(own)))
+            with self._wrapped.accumulating(is_last=number == schedule.accumulate):
+                with self._autocast():
+                    loss, auxiliary = self._losses(self._wrapped.forward, own.to(self.device))
+                torch.autograd.backward((loss + auxiliary) / divisor)
+            total += loss.detach().float() / divisor
         return float(total)
 
     @torch.no_grad()
@@ -170,15 +188,18 @@ class Trainer:
         self.model.eval()
         total = 0.0
         for part in torch.split(windows, self._config.schedule.batch_size):
+            own = self._team.share(part)
+            # A forward of a sharded model needs all ranks, also those without a row of the last part.
+            rows = own if len(own) else part[:1]
             with self._autocast():
-                loss, _ = self._losses(part.to(self.device))
-            total += float(loss) * len(part)
+                loss, _ = self._losses(self.model, rows.to(self.device))
+            total += float(loss) * len(own)
         self.model.train()
-        return total / len(windows)
+        return self._team.sum(total) / len(windows)
 
-    def _losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _losses(self, model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return (cross entropy, the model's own auxiliary loss or 0), FP32 scalars."""
-        outputs = self.model(input_ids=rows[:, :-1], use_cache=False)
+        outputs = model(input_ids=rows[:, :-1], use_cache=False)
         loss = cross_entropy(outputs.logits.flatten(0, 1).float(), rows[:, 1:].flatten())
         auxiliary: Any = getattr(outputs, "aux_loss", None)
         if auxiliary is None:
@@ -190,7 +211,8 @@ class Trainer:
         limit = self._config.schedule.clip_norm
         if not limit:
             return None
-        return float(clip_grad_norm_(self.model.parameters(), limit))
+        norm = clip_grad_norm_(self.model.parameters(), limit)
+        return float(norm.full_tensor() if is_dtensor(norm) else norm)
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:

@@ -1,0 +1,16 @@
+"""Which rank does the work of which matrices: pure functions of costs."""
+
+from muonloom.ownership.assign import Atoms, matrix_cost, owners, scalar_cost, shared_out
+from muonloom.ownership.shares import Candidate, Ledger, Share, SharedAtom
+
+__all__ = [
+    "Atoms",
+    "Candidate",
+    "Ledger",
+    "Share",
+    "SharedAtom",
+    "matrix_cost",
+    "owners",
+    "scalar_cost",
+    "shared_out",
+]
