@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -17,6 +14,8 @@ import torch
 import muonloom.engine
 from checkpoint.disks import saved, stalled, to_save
 from checkpoint.support import PLACEMENTS, Run
+from choosing import pairwise
+from fresh import Fresh
 from muonloom import checkpoint
 from muonloom.checkpoint.finding import latest
 from muonloom.device.hazards import CheckedBackend
@@ -35,9 +34,9 @@ def assert_saved(path: Path, wanted: dict[str, Any]) -> None:
 # -- the disk fails -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("extra", [0, 20_000, ALL_BYTES])
-@pytest.mark.parametrize("number", [0, 20])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("placement", "number", "extra"), pairwise(PLACEMENTS, [0, 20], [0, 20_000, ALL_BYTES])
+)
 def test_training_goes_on_untouched_when_a_write_fails(
     placement: str, number: int, extra: int, tmp_path: Path
 ):
@@ -129,9 +128,9 @@ def test_a_failed_write_of_the_last_small_files(tmp_path: Path):
 # -- a step fails -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("extra", [0, ALL_BYTES])
-@pytest.mark.parametrize("number", [3, 9, 15, 24])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("placement", "number", "extra"), pairwise(PLACEMENTS, [3, 9, 15, 24], [0, ALL_BYTES])
+)
 def test_what_a_failed_step_brings_home_is_not_in_the_save(
     placement: str, number: int, extra: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -193,9 +192,9 @@ def test_a_step_after_all_is_read_needs_no_more_order(tmp_path: Path):
 # -- what is let go -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["written", "failed"])
-@pytest.mark.parametrize("is_kept", [False, True], ids=["dropped", "kept"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("placement", "is_kept", "fails"), pairwise(PLACEMENTS, [False, True], [False, True])
+)
 def test_nothing_of_a_finished_save_keeps_the_optimizer(
     placement: str, is_kept: bool, fails: bool, tmp_path: Path
 ):
@@ -250,11 +249,11 @@ def assert_all_goes(run: Run, handle: object) -> None:
 PROGRAM = """
 import sys, threading
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, sys.argv[1])
 from checkpoint.support import Run, throttled
-from checkpoint.disks import Disk, stalled
-path = Path({path!r})
+path = Path(sys.argv[2])
 """
+TESTS = Path(__file__).parents[1]
 
 ENDS_EARLY = """
 run = Run("host", ns_steps=1).go(1)
@@ -281,28 +280,17 @@ for number, run in enumerate(runs):
 """
 
 
-def run_program(text: str, path: Path) -> subprocess.CompletedProcess[str]:
-    tests = str(Path(__file__).parents[1])
-    whole = PROGRAM.format(tests=tests, path=str(path)) + text
-    return subprocess.run(
-        [sys.executable, "-c", whole],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def test_the_end_of_the_program_waits_for_a_save(tmp_path: Path):
-    done = run_program(ENDS_EARLY, tmp_path)
+def test_the_end_of_the_program_waits_for_a_save(fresh: Fresh, tmp_path: Path):
+    done = fresh.run(PROGRAM + ENDS_EARLY, TESTS, tmp_path)
     assert done.returncode == 0, done.stderr
     assert_saved(tmp_path / "save", Run("host", ns_steps=1).go(1).everything())
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="knows files by /proc")
-def test_the_end_of_the_program_shows_a_failure_and_waits_for_all_others(tmp_path: Path):
-    done = run_program(FAILS, tmp_path)
+def test_the_end_of_the_program_shows_a_failure_and_waits_for_all_others(
+    fresh: Fresh, tmp_path: Path
+):
+    done = fresh.run(PROGRAM + FAILS, TESTS, tmp_path)
     assert "No space left on device" in done.stderr
     assert "bad/data-" in done.stderr
     assert not (tmp_path / "bad").exists()

@@ -18,6 +18,7 @@ import muonloom.segments
 import muonloom.snapshot
 from checkpoint.disks import largest, saved, stalled, to_save
 from checkpoint.support import PLACEMENTS, Run, throttled
+from choosing import mostly_slow, slow
 from muonloom.device import Backend, SynchronousBackend
 from muonloom.device.hazards import CheckedBackend
 from muonloom.host import padded
@@ -83,6 +84,17 @@ CASES = [
     *itertools.product(["host", "split"], ["mixed"], ["checked"]),
     *itertools.product(["host", "one slot"], ["bf16"], ["checked hostile"]),
 ]
+CASES_EACH_TIME = [
+    ("device", "fp32", "synchronous"),
+    ("host", "bf16", "synchronous"),
+    ("host", "fp32", "synchronous"),
+    ("one slot", "mixed", "synchronous"),
+    ("split", "mixed", "synchronous"),
+    ("split", "mixed", "threaded"),
+    ("split", "bf16", "hostile"),
+    ("split", "mixed", "checked"),
+    ("host", "bf16", "checked hostile"),
+]
 
 
 def extras_of(index: int) -> tuple[str, ...]:
@@ -91,7 +103,7 @@ def extras_of(index: int) -> tuple[str, ...]:
     return turned if CASES[index][2] in LIGHT else turned[:2]
 
 
-@pytest.mark.parametrize(("placement", "dtype", "backend"), CASES)
+@pytest.mark.parametrize(("placement", "dtype", "backend"), mostly_slow(CASES, but=CASES_EACH_TIME))
 def test_saves_with_any_room_while_steps_change_everything(
     placement: str, dtype: str, backend: str, tmp_path: Path
 ):
@@ -210,7 +222,7 @@ def test_a_state_that_appears_during_a_save_is_not_in_it(tmp_path: Path):
         assert_saved(tmp_path / "save", before)
 
 
-@pytest.mark.parametrize("backend", ["threaded", "hostile", "checked hostile"])
+@pytest.mark.parametrize("backend", [slow("threaded"), "hostile", "checked hostile"])
 def test_a_save_beside_steps_that_overlap_the_next_forward(backend: str, tmp_path: Path):
     wanted = reference("mixed", 6)
     with on_backend(BACKENDS[backend]) as backends:
@@ -324,9 +336,19 @@ def test_with_all_rules_nothing_is_spoiled(placement: str, dtype: str, tmp_path:
     assert spoiled(placement, dtype, tmp_path) == ([], False)
 
 
-@pytest.mark.parametrize("drop", [without_asking, without_rule], ids=lambda drop: drop.__name__)
+DROPS = (without_asking, without_rule)
+# Each place once, and each op in both ways.
+DROPPED_EACH_TIME = [
+    (*case, DROPS[(number + number // 4) % 2]) for number, case in enumerate(NEEDED)
+]
+
+
 @pytest.mark.parametrize(
-    ("placement", "dtype", "op"), NEEDED, ids=lambda value: getattr(value, "value", value)
+    ("placement", "dtype", "op", "drop"),
+    mostly_slow(
+        [(*case, drop) for case, drop in itertools.product(NEEDED, DROPS)], but=DROPPED_EACH_TIME
+    ),
+    ids=lambda value: getattr(value, "__name__", getattr(value, "value", value)),
 )
 def test_each_rule_is_needed(
     placement: str, dtype: str, op: Op, drop: Callable[[Op], Any], tmp_path: Path

@@ -2,127 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import os
-import pickle
 import random
 import shutil
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from checkpoint.support import PLACEMENTS, Run
+from checkpoint.damage import EXTRA, Damaged, flip, tensors_of
+from checkpoint.support import Run
 from muonloom import CheckpointError, checkpoint
-from muonloom.checkpoint.checksum import checksum
 from muonloom.checkpoint.manifest import Manifest
 from staging.support import assert_same_bits
 
-EXTRA = {"rng": torch.arange(40), "epoch": 3, "names": ["a", "b"]}
-
 # -- what is damaged, and how -------------------------------------------------------------------------
-
-
-class Damaged:
-    """A checkpoint that is damaged and mended again, and a run that nothing may change."""
-
-    def __init__(self, folder: Path, placement: Any) -> None:
-        self.path = folder / "good"
-        self.saved = Run("device").go(2)
-        self.saved.save(self.path, extra=EXTRA)
-        self.expected = self.saved.everything()
-        other = Run("device", seed=9).go(1)
-        other.save(folder / "other", extra={"epoch": 1})
-        self.other = folder / "other"
-        self.run = Run(placement, seed=4).go(3)
-        self.twin = Run(placement, seed=4).go(3)
-        self._whole = {file: file.read_bytes() for file in self.path.iterdir()}
-        self.before = self.run.everything()
-        self.groups = options_of(self.run)
-
-    def file(self, kind: str) -> Path:
-        return next(file for file in self._whole if file.name.startswith(kind))
-
-    def mend(self) -> None:
-        for file, content in self._whole.items():
-            if not file.is_file() or file.read_bytes() != content:
-                if file.is_dir():
-                    shutil.rmtree(file)
-                file.write_bytes(content)
-
-    def refused(self, *, verify: str = "full", names: str | None = None) -> str:
-        """Load what is damaged: an error that names something, and a run that is as it was."""
-        with pytest.raises(CheckpointError) as caught:
-            self.run.load(self.path, verify=verify)
-        message = str(caught.value)
-        assert str(self.path) in message or "model." in message or "optimizer." in message
-        assert "; wanted " in message
-        if names is not None:
-            assert names in message
-        if verify == "full":
-            self.assert_untouched()
-        return message
-
-    def assert_untouched(self) -> None:
-        assert_same_bits(self.run.everything(), self.before)
-        assert options_of(self.run) == self.groups
-
-    def goes_on(self) -> None:
-        """The next step is that of a run that nobody disturbed."""
-        assert_same_bits(self.run.go(1).everything(), self.twin.go(1).everything())
-
-    def forge(self, change: Callable[[dict[str, Any]], Any]) -> None:
-        """Change the manifest's body as another program might, with a checksum that is right."""
-        file = self.path / "manifest.json"
-        whole = json.loads(file.read_text())
-        change(whole["body"])
-        text = json.dumps(whole["body"], sort_keys=True, separators=(",", ":"))
-        whole["crc32"] = zlib.crc32(text.encode())
-        file.write_text(json.dumps(whole))
-
-
-def options_of(run: Run) -> list[dict[str, Any]]:
-    return [
-        {key: copy.copy(value) for key, value in group.items() if key != "params"}
-        for group in run.opt.param_groups
-    ]
-
-
-@pytest.fixture(params=["device", "split"])
-def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Damaged]:
-    found = Damaged(tmp_path, PLACEMENTS[request.param])
-    yield found
-    found.mend()
-    found.run.load(found.path)
-    assert_same_bits(found.run.everything(), found.expected)
-
-
-@pytest.fixture
-def on_device(tmp_path: Path) -> Damaged:
-    return Damaged(tmp_path, "device")
-
-
-@pytest.fixture(scope="module")
-def _kept(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
-    return Damaged(tmp_path_factory.mktemp("kept"), "device")
-
-
-@pytest.fixture
-def shared(_kept: Damaged) -> Iterator[Damaged]:
-    """One for all tests whose loads are all refused: they step it once, its twin too."""
-    _kept.before, _kept.groups = _kept.run.everything(), options_of(_kept.run)
-    yield _kept
-    _kept.mend()
-
-
-def flip(file: Path, bit: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    file.write_bytes(content)
 
 
 def swap(file: Path) -> None:
@@ -194,19 +90,6 @@ def test_the_data_of_a_later_save_is_refused_though_it_has_the_same_size(
     shared.goes_on()
 
 
-def tensors_of(path: Path) -> dict[str, tuple[int, int]]:
-    """Return where the bytes of each tensor are."""
-    body = json.loads((path / "manifest.json").read_text())["body"]
-    sizes = {"F32": 4, "BF16": 2, "I64": 8}
-    return {
-        key: (
-            tensor["chunks"][0]["start"],
-            torch.Size(tensor["shape"]).numel() * sizes[tensor["dtype"]],
-        )
-        for key, tensor in body["tensors"].items()
-    }
-
-
 def test_a_flipped_bit_of_any_tensor_is_refused_by_its_name(shared: Damaged) -> None:
     choose = random.Random(0)
     places = tensors_of(shared.path)
@@ -267,153 +150,6 @@ def test_a_flipped_bit_of_the_data_files_header_does_no_harm(on_device: Damaged)
         else:
             assert_same_bits(on_device.run.everything(), on_device.expected)
         flip(file, bit)
-
-
-# -- manifests ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"no JSON", b"{}", b"[]", b"null", b'"text"', b"\xff\xfe", b"[" * 100_000, b"1" * 10_000],
-    ids=["text", "empty", "list", "null", "string", "no UTF-8", "deep", "a long number"],
-)
-def test_a_manifest_that_is_none(content: bytes, shared: Damaged) -> None:
-    shared.file("manifest").write_bytes(content)
-    shared.refused(names="manifest.json")
-    assert checkpoint.latest(shared.path.parent / "nowhere") is None
-    shared.goes_on()
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("version", 2, "version 2"),
-        ("version", "1", "version 1"),
-        ("version", None, "version None"),
-        ("format", "another", "format another"),
-        ("crc32", 0, "checksum"),
-        ("crc32", "0", "checksum"),
-    ],
-)
-def test_another_version_or_format_is_named(
-    key: str, value: Any, says: str, shared: Damaged
-) -> None:
-    file = shared.file("manifest")
-    whole = json.loads(file.read_text())
-    file.write_text(json.dumps({**whole, key: value}))
-    assert says in shared.refused(names="manifest.json")
-    file.write_text(json.dumps({name: entry for name, entry in whole.items() if name != key}))
-    shared.refused(names="manifest.json")
-    shared.goes_on()
-
-
-def test_a_later_version_is_not_read_any_further(shared: Damaged) -> None:
-    file = shared.file("manifest")
-    file.write_text(json.dumps({"format": "muonloom-checkpoint", "version": 9, "all": "else"}))
-    assert "version 9" in shared.refused()
-    assert "release" in shared.refused()
-
-
-KEYS = ("step", "created_s", "versions", "tensors", "parameters", "options", "ns_batch_bytes")
-KEYS += ("extras", "files", "aliases", "model")
-
-
-def test_manifests_without_a_key_or_with_another_kind_of_value(shared: Damaged) -> None:
-    for key in KEYS:
-        if key not in ("aliases", "model"):
-            shared.forge(lambda body, key=key: body.pop(key))
-            shared.refused(names="manifest.json")
-            shared.mend()
-        for value in (3.5, "text", [3], {"a": 3}, None):
-            if (key, value) in (("created_s", 3.5), ("aliases", {"a": 3})):
-                continue
-            if key in ("ns_batch_bytes", "versions", "model"):
-                continue  # nothing is done with them but to show them
-            shared.forge(lambda body, key=key, value=value: body.update({key: value}))
-            shared.refused()
-            shared.mend()
-    shared.forge(lambda body: body.update(unknown=1))
-    shared.refused(names="manifest.json")
-    shared.goes_on()
-
-
-def first_tensor(body: dict[str, Any], key: str = "model.embed.weight") -> dict[str, Any]:
-    return body["tensors"][key]
-
-
-def first_chunk(body: dict[str, Any]) -> dict[str, Any]:
-    return first_tensor(body)["chunks"][0]
-
-
-FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "no chunks": lambda body: first_tensor(body).update(chunks=[]),
-    "a dtype of nobody": lambda body: first_tensor(body).update(dtype="F7"),
-    "a chunk behind the end": lambda body: first_chunk(body).update(start=10**9),
-    "a chunk before the beginning": lambda body: first_chunk(body).update(start=-8),
-    "a chunk at a broken place": lambda body: first_chunk(body).update(start=0.5),
-    "a chunk of no file": lambda body: first_chunk(body).update(file="data-none"),
-    "a chunk without a start": lambda body: first_chunk(body).pop("start"),
-    "no blocks": lambda body: first_chunk(body).update(blocks=[]),
-    "too few rows": lambda body: first_chunk(body)["blocks"][0].update(rows=1),
-    "negative rows": lambda body: first_chunk(body)["blocks"][0].update(rows=-1),
-    "a checksum of another kind": lambda body: first_chunk(body)["blocks"][0].update(checksum=1),
-    "another checksum": lambda body: first_chunk(body)["blocks"][0].update(checksum="0" * 32),
-    "offsets of another rank": lambda body: first_chunk(body).update(offsets=[0]),
-    "a box beside the tensor": lambda body: first_chunk(body).update(offsets=[5, 0]),
-    "a smaller box": lambda body: first_chunk(body).update(sizes=[299, 16]),
-    "options of nobody": lambda body: body["parameters"]["embed.weight"].update(options=9),
-    "options of -1": lambda body: body["parameters"]["embed.weight"].update(options=-1),
-    "no extras": lambda body: body.update(extras=[]),
-    "an extra of no file": lambda body: body.update(extras=["nothing"]),
-    "a file outside": lambda body: body["files"].update({"../other/manifest.json": {"nbytes": 1}}),
-    "a size that is no number": lambda body: next(iter(body["files"].values())).update(nbytes="9"),
-    "a negative step": lambda body: body.update(step=-1),
-    "a step of AdamW that is none": lambda body: body["parameters"]["embed.weight"].update(
-        step="many"
-    ),
-    "a parameter without algorithm": lambda body: body["parameters"]["embed.weight"].pop(
-        "algorithm"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FORGED)
-def test_manifests_that_contradict_themselves(name: str, shared: Damaged) -> None:
-    shared.forge(FORGED[name])
-    shared.refused()
-    shared.goes_on()
-
-
-# -- extra --------------------------------------------------------------------------------------------
-
-
-class Malicious:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.target),)
-
-
-@pytest.mark.parametrize("how", ["torch", "pickle"])
-def test_a_malicious_extra_is_refused_and_does_not_run(how: str, shared: Damaged) -> None:
-    target = shared.path.with_name("executed")
-    file = shared.file("extra")
-    if how == "torch":
-        torch.save({"a": Malicious(target)}, file)
-    else:
-        file.write_bytes(pickle.dumps(Malicious(target)))
-    content = bytearray(file.read_bytes())
-    known = {
-        "nbytes": len(content),
-        "checksum": checksum(torch.frombuffer(content, dtype=torch.uint8)),
-    }
-    shared.forge(lambda body: body["files"].update({file.name: known}))
-    shared.refused(names=file.name)
-    assert not target.exists()
-    shared.goes_on()
 
 
 # -- verify="manifest" --------------------------------------------------------------------------------

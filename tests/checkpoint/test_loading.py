@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import muonloom
 from checkpoint.support import PLACEMENTS, Run
+from choosing import mostly_slow
 from experts.support import attached, backward, expert_model
 from layout.tiny import fresh
 from muonloom import StaleMasterError, checkpoint
@@ -44,8 +46,19 @@ def addresses(run: Run) -> dict[str, int]:
 # -- placements ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("source", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    mostly_slow(
+        itertools.product(PLACEMENTS, DTYPES),
+        but=[
+            ("device", "mixed"),
+            ("host", "bf16"),
+            ("one slot", "fp32"),
+            ("split", "fp32"),
+            ("split", "mixed"),
+        ],
+    ),
+)
 def test_bits_are_those_that_were_saved_in_any_placement(
     source: str, dtype: str, truth: Any, tmp_path: Path
 ) -> None:
@@ -70,8 +83,20 @@ def test_a_fresh_optimizer_takes_all_of_it(placement: str, truth: Any, tmp_path:
     assert_same_bits(other.go(2).everything(), truth["bf16"][5])
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize(("source", "target"), [(FP32, BF16), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize(
+    ("source", "target", "placement"),
+    mostly_slow(
+        [(*two, place) for two in ((FP32, BF16), (BF16, FP32)) for place in PLACEMENTS],
+        but=[
+            (FP32, BF16, "device"),
+            (FP32, BF16, "split"),
+            (BF16, FP32, "host"),
+            (BF16, FP32, "one slot"),
+            (BF16, FP32, "split"),
+        ],
+    ),
+    ids=str,
+)
 def test_between_fp32_and_bf16(source: Any, target: Any, placement: str, tmp_path: Path) -> None:
     saved = Run(PLACEMENTS[placement], dtype=source).go(2)
     saved.save(tmp_path / "c")
@@ -130,11 +155,13 @@ def test_state_that_was_not_saved_is_gone(placement: str, tmp_path: Path) -> Non
 def test_saved_before_any_step(placement: str, tmp_path: Path) -> None:
     saved = Run(PLACEMENTS[placement])
     saved.save(tmp_path / "c")
+    straight = Run("device")
+    at_first, then = straight.everything(), straight.go(2).everything()
     for target in PLACEMENTS.values():
         other = Run(target, seed=5).go(1)
         assert other.load(tmp_path / "c")["step"] == 0
-        assert_same_bits(other.everything(), Run("device").everything())
-        assert_same_bits(other.go(2).everything(), Run("device").go(2).everything())
+        assert_same_bits(other.everything(), at_first)
+        assert_same_bits(other.go(2).everything(), then)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -184,8 +211,19 @@ def test_a_model_alone_whose_optimizer_was_not_told_is_refused_by_its_step(tmp_p
 # -- weights only -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("verify", ["full", "manifest"])
+@pytest.mark.parametrize(
+    ("verify", "placement"),
+    mostly_slow(
+        itertools.product(["full", "manifest"], PLACEMENTS),
+        but=[
+            ("full", "device"),
+            ("full", "split"),
+            ("manifest", "device"),
+            ("manifest", "host"),
+            ("manifest", "one slot"),
+        ],
+    ),
+)
 def test_weights_only_takes_masters_exactly_and_leaves_the_rest(
     verify: str, placement: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -331,7 +369,7 @@ def expert_truth() -> dict[bool, list[dict[str, Tensor]]]:
     return found
 
 
-@pytest.mark.parametrize("source", EXPERTS)
+@pytest.mark.parametrize("source", mostly_slow(EXPERTS, but=["device", "one slot", "plain split"]))
 def test_experts_in_float8_in_any_placement(source: str, expert_truth: Any, tmp_path: Path) -> None:
     saved = Experts(**EXPERTS[source]).go(0, 1)
     for target, options in EXPERTS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import muonloom
+from choosing import mostly_slow, pairwise
 from optimizer.support import give_gradients, same_bits, steps, through_a_file, weights_fingerprint
 
 PLACEMENTS: dict[str, Any] = {
@@ -154,8 +156,18 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     return run
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("placement", "dtype"),
+    mostly_slow(
+        itertools.product(PLACEMENTS, DTYPES),
+        but=[
+            ("device", torch.bfloat16),
+            ("host", torch.float32),
+            ("split", torch.bfloat16),
+        ],
+    ),
+    ids=str,
+)
 def test_a_run_that_the_trainer_resumed_is_the_uninterrupted_one(
     placement: str, dtype: torch.dtype, uninterrupted: Uninterrupted, tmp_path: Path
 ):
@@ -237,10 +249,9 @@ def assert_goes_on_alike(
         assert_same_run(net, opt, twin_net, twin)
 
 
-@pytest.mark.parametrize("at", [0, 2])
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-@pytest.mark.parametrize("loaded", PLACEMENTS)
-@pytest.mark.parametrize("saved", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("saved", "loaded", "flat", "at"), pairwise(PLACEMENTS, PLACEMENTS, [False, True], [0, 2])
+)
 def test_a_checkpoint_on_disk_goes_into_any_placement(
     saved: str, loaded: str, flat: bool, at: int, tmp_path: Path
 ):
@@ -265,9 +276,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("placement", ["host", "split"])
+@pytest.mark.parametrize(
+    ("placement", "kind", "dtype"), pairwise(["host", "split"], KINDS, DTYPES), ids=str
+)
 def test_state_handed_over_in_memory(placement: str, kind: str, dtype: torch.dtype):
     net, opt = run_of(0, dtype, placement)
     twin_net, twin = run_of(1, dtype, placement)

@@ -61,13 +61,13 @@ def test_version_and_help():
     assert all(command in shown for command in ("train", "inspect", "bench"))
 
 
-def test_help_imports_nothing_that_only_commands_need():
+def test_help_imports_nothing_that_only_commands_need(fresh):
     code = (
         "import sys; import muonloom.cli; "
         "print([m for m in ('transformers', 'matplotlib', 'pyarrow') if m in sys.modules])"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n"
+    shown = fresh.run(code)
+    assert shown.stdout == "[]\n", shown.stderr
 
 
 def test_train_runs_a_config(workdir):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -87,11 +85,11 @@ def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(
     assert sorted(found.name for found in tmp_path.iterdir()) == ["empty", "text"]
 
 
-def test_it_is_listed_and_imports_wait():
+def test_it_is_listed_and_imports_wait(fresh):
     assert "export" in CliRunner().invoke(app, ["--help"]).stdout
     code = (
         "import sys; import muonloom.cli; "
         "print([m for m in ('transformers', 'muonloom.export_command') if m in sys.modules])"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n"
+    shown = fresh.run(code)
+    assert shown.stdout == "[]\n", shown.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fresh import Fresh
 from muonloom.device import (
     AcceleratorBackend,
     Backend,
@@ -392,7 +391,7 @@ def test_threads_end_with_the_backend():
     assert target.tolist() == [1, 1, 1]
 
 
-def test_a_process_ends_quietly_with_work_in_flight():
+def test_a_process_ends_quietly_with_work_in_flight(fresh: Fresh):
     program = """
 import torch
 from muonloom.device import ThreadedBackend
@@ -402,10 +401,8 @@ for _ in range(5000):
     backend.stream("compute").submit(lambda: torch.mm(x, x) and None, "work")
 backend.stream("store").wait(backend.stream("compute").record())
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = fresh.run(program, strict=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # Rates and delays

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +11,7 @@ from engines.cases import REFUSED, Case, started
 from engines.support import (
     assert_equal,
 )
+from fresh import Fresh
 
 
 def apply_to_masters(case: Case) -> None:
@@ -89,10 +88,9 @@ for place, placement in PLACES.items():
 """
 
 
-def test_nothing_reads_a_storage_that_was_released():
-    done = subprocess.run(
-        [sys.executable, "-c", CRASHES], capture_output=True, text=True, check=True
-    )
+def test_nothing_reads_a_storage_that_was_released(fresh: Fresh):
+    done = fresh.run(CRASHES)
+    assert done.returncode == 0, done.stderr
     told = dict(line.split(" | ") for line in done.stdout.splitlines())
     assert len(told) == 2 * 2 * 9
     bad = {k: v for k, v in told.items() if v != "works" and not v.startswith("a.weight: got ")}

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import Parameter
 
 import muonloom
+from choosing import pairwise
 from engines.support import (
     SHAPES,
     TRIED,
@@ -268,9 +269,7 @@ def with_writers(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("at", [0, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("placement", TRIED)
+@pytest.mark.parametrize(("placement", "dtype", "at"), pairwise(TRIED, DTYPES, [0, 2]))
 def test_torch_distributed_state_dict_round_trip(
     placement: str, dtype: str, at: int, tmp_path: Path
 ):
@@ -318,16 +317,11 @@ def by_file(pair: Any) -> Any:
 COPIES = [by_deepcopy, by_pickle, by_file]
 
 
-COPIED = [
-    ("device", "bf16"),
-    ("device", "fp32"),
-    ("tiny", "bf16"),
-    ("tiny", "fp32"),
-]
-
-
-@pytest.mark.parametrize("make", COPIES, ids=lambda make: make.__name__)
-@pytest.mark.parametrize(("placement", "dtype"), COPIED)
+@pytest.mark.parametrize(
+    ("placement", "dtype", "make"),
+    pairwise(TRIED, ["bf16", "fp32"], COPIES),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_a_copy_has_masters_and_no_writers(placement: str, dtype: str, make: Any):
     """Its parameters' own storage is old: it trains only when writers are registered, or weights taken."""
     named, opt, writers = run(TRIED[placement], named=model(DTYPES[dtype]), steps=2)

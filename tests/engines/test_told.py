@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -26,6 +24,7 @@ from engines.support import (
     run,
     train,
 )
+from fresh import Fresh
 from muonloom import BFloat16Writer, Float8BlockWriter, install_expert_engine
 from staging.support import Named, everything, give_gradients
 
@@ -139,7 +138,7 @@ def test_an_engine_may_move_its_storage_before_a_step():
 # -- nobody has an engine ---------------------------------------------------------------------------
 
 
-def test_importing_muonloom_imports_no_experts():
+def test_importing_muonloom_imports_no_experts(fresh: Fresh):
     code = (
         "import sys, muonloom\n"
         "bad = [m for m in sys.modules if m.split('.')[0] in ('transformers', 'safetensors')"
@@ -153,7 +152,7 @@ def test_importing_muonloom_imports_no_experts():
         "bad = [m for m in sys.modules if m.startswith(('transformers', 'muonloom.experts'))]\n"
         "assert not bad, bad\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = fresh.run(code)
     assert done.returncode == 0, done.stderr
 
 

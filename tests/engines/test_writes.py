@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import muonloom
+from choosing import pairwise
 from engines.support import (
     PLACEMENTS,
     SHAPES,
@@ -56,9 +57,9 @@ def watched_steps(named: Any, opt: muonloom.Muon, writers: dict[str, Recorder], 
         assert_equal(held(writers), masters(opt, named))
 
 
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("placement", "dtype", "strided"), pairwise(PLACEMENTS, DTYPES, [False, True])
+)
 def test_every_row_is_written_once_with_its_finished_master(
     placement: str, dtype: str, strided: bool
 ):
@@ -100,15 +101,22 @@ def test_on_every_backend(backend: str, num_slots: int):
         assert not isinstance(found, CheckedBackend) or not found.hazards
 
 
+@pytest.fixture(scope="module")
+def without_writers() -> dict[str, Tensor]:
+    plain, opt, _ = run("device", writers=False)
+    return masters(opt, plain)
+
+
 @pytest.mark.parametrize("slot_bytes", [6144, 10_000, 20_000, "auto"])
 @pytest.mark.parametrize("ns_batch_bytes", [4096, 7000, "auto"])
-def test_sizes_of_slots_and_batches_change_nothing(slot_bytes: Any, ns_batch_bytes: Any):
-    plain, opt, _ = run("device", writers=False)
+def test_sizes_of_slots_and_batches_change_nothing(
+    slot_bytes: Any, ns_batch_bytes: Any, without_writers: dict[str, Tensor]
+):
     placement = HostPlacement(slot_bytes=slot_bytes)
     named, other, writers = run(placement, ns_batch_bytes=ns_batch_bytes)
     for writer in writers.values():
         writer.writes.clear()
-    assert_equal(masters(opt, plain), held(writers))
+    assert_equal(without_writers, held(writers))
     watched_steps(named, other, writers, 1)
 
 
@@ -260,9 +268,10 @@ def test_a_writer_that_says_no_more_than_it_must(placement: str):
     assert_equal(masters(opt, plain), {name: writer.data for name, writer in writers.items()})
 
 
-@pytest.mark.parametrize("kind", [Blind, Recorder])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("placement", ["device", "tiny"])
+@pytest.mark.parametrize(
+    ("placement", "dtype", "kind"),
+    pairwise(["device", "tiny"], ["bf16", "fp32"], [Blind, Recorder]),
+)
 def test_writers_registered_in_the_middle_of_training(placement: str, dtype: str, kind: type):
     plain, opt, _ = run(PLACEMENTS[placement], named=model(DTYPES[dtype]), writers=False, steps=4)
     named, other, _ = run(PLACEMENTS[placement], named=model(DTYPES[dtype]), writers=False, steps=2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from experts.support import (
     token_ids,
     twins,
 )
+from fresh import Fresh
 from muonloom.experts import Float8Experts
 from muonloom.experts.weights import ExpertWeight
 from muonloom.hollow import is_hollow
@@ -309,10 +308,11 @@ def test_expert_bytes_on_the_device() -> None:
     assert engine.memory()["host_sources"] == 0
 
 
-def test_importing_the_package_imports_neither_engine_nor_transformers() -> None:
+def test_importing_the_package_imports_neither_engine_nor_transformers(fresh: Fresh) -> None:
     code = (
         "import sys, muonloom; "
         "assert not {'transformers', 'muonloom.experts'} & set(sys.modules); "
         "import muonloom.experts; assert 'transformers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = fresh.run(code)
+    assert done.returncode == 0, done.stderr

@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 import muonloom.checkpoint
 from export.support import PeakBytes, model_of, optimizer_of, step, trained
+from fresh import Fresh
 from muonloom import HostPlacement, Muon
 from muonloom.checkpoint.manifest import FILE_NAME, read_manifest
 from muonloom.errors import CheckpointError, ConfigError
@@ -440,7 +439,7 @@ def test_a_disk_that_fails_midway(
     assert not list(tmp_path.iterdir())
 
 
-def test_killed_in_the_middle_no_model_is_there(llama: Path, tmp_path: Path) -> None:
+def test_killed_in_the_middle_no_model_is_there(llama: Path, fresh: Fresh, tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
@@ -455,8 +454,7 @@ def test_killed_in_the_middle_no_model_is_there(llama: Path, tmp_path: Path) -> 
         "DataFile.finish = dying\n"
         "run_export(Path(sys.argv[1]), Path(sys.argv[2]), max_shard_bytes=9000)\n"
     )
-    command = [sys.executable, "-c", code, str(llama), str(tmp_path / "out")]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert fresh.run(code, llama, tmp_path / "out").returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith("out.")
     assert left.name.endswith(".partial")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from torch import nn
 
 from export.support import assert_same, model_of, optimizer_of, saved, step, trained
+from fresh import Fresh
 from layout.tiny import fresh
 from muonloom import HostPlacement, Muon
 from muonloom.export import export_weights
@@ -151,7 +150,7 @@ def test_wrappers_are_looked_through() -> None:
     assert_same(dict(export_weights(outer, optimizer)), inner)
 
 
-def test_plain_modules_need_no_transformers() -> None:
+def test_plain_modules_need_no_transformers(fresh: Fresh) -> None:
     code = (
         "import sys, torch, muonloom, muonloom.export as e\n"
         "m = torch.nn.Linear(4, 4, dtype=torch.bfloat16)\n"
@@ -159,4 +158,5 @@ def test_plain_modules_need_no_transformers() -> None:
         "assert [n for n, _ in e.export_weights(m, o)] == ['weight', 'bias']\n"
         "assert 'transformers' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    done = fresh.run(code, strict=True)
+    assert done.returncode == 0, done.stderr

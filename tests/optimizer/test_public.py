@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 
 import torch
 
 import muonloom
+from fresh import Fresh
 
 PUBLIC = [
     "BFloat16Writer",
@@ -70,7 +69,7 @@ def test_public_things_have_docstrings():
             assert inspect.getdoc(method), name
 
 
-def test_importing_pulls_in_torch_and_the_standard_library_alone():
+def test_importing_pulls_in_torch_and_the_standard_library_alone(fresh: Fresh):
     """Run apart, because this process has imported much else."""
     code = (
         "import sys, torch, torch.optim\n"
@@ -82,5 +81,5 @@ def test_importing_pulls_in_torch_and_the_standard_library_alone():
         "loaded = [name for name in sys.modules if name.startswith('muonloom.')]\n"
         "print([n for n in loaded if n.split('.')[1] in ('train', 'cli', 'bench', 'experts')])\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines() == ["[]", "[]"]
+    run = fresh.run(code)
+    assert run.stdout.splitlines() == ["[]", "[]"], run.stderr

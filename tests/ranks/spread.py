@@ -148,11 +148,10 @@ def assert_equal(found: Any, wanted: Any, *about: object) -> None:
 
 def settings(*ways: str) -> Iterator[tuple[str, torch.dtype, str]]:
     """How parameters are spread, and what may matter beside: dtype and placement; less for many ranks."""
-    pairs = [(torch.bfloat16, placement) for placement in PLACEMENTS] + [(torch.float32, "host")]
-    if dist.is_initialized() and dist.get_world_size() > 2:
-        pairs = [pair for pair in pairs if pair != (torch.bfloat16, "host")]
-    else:
-        pairs.append((torch.float32, "device"))
+    pairs = [(torch.bfloat16, "device"), (torch.bfloat16, "split"), (torch.float32, "host")]
+    if not dist.is_initialized() or dist.get_world_size() <= 2:
+        pairs += [(torch.bfloat16, "host"), (torch.float32, "device")]
+        pairs.remove((torch.float32, "host"))
     for way in ways:
         for dtype, placement in pairs:
             yield way, dtype, placement

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import muonloom
 import muonloom.compute
+from choosing import pairwise
 from layout.tiny import fresh
 from muonloom import Layout
 from split.support import (
@@ -59,9 +60,9 @@ def expected_calls(layout: Layout, batch_bytes: int | None) -> int:
     return sum(1 if batch_bytes is None else math.ceil(s / batch_bytes) for s in sizes.values())
 
 
-@pytest.mark.parametrize("k", [None, 1, 2, 4, 8])
-@pytest.mark.parametrize("depth", [2, 6])
-@pytest.mark.parametrize("batch_bytes", [None, BATCH_BYTES])
+@pytest.mark.parametrize(
+    ("batch_bytes", "depth", "k"), pairwise([None, BATCH_BYTES], [2, 6], [None, 1, 2, 4, 8])
+)
 def test_calls_are_the_bytes_of_a_shape_over_the_batch_bytes(
     k: int | None, depth: int, batch_bytes: int | None
 ) -> None:

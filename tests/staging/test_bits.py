@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import muonloom
+from choosing import mostly_slow, pairwise
 from muonloom import BlockSpec, HostPlacement, Layout
 from muonloom.plan import Plan
 from staging.support import (
@@ -47,6 +48,7 @@ CHOICES: dict[str, list[Any]] = {
     "weight_decay": [0.1, 0.0],
     "absent": ["none", "some"],
 }
+EACH_TIME = 12
 
 
 def combinations(count: int) -> Iterator[dict[str, Any]]:
@@ -75,7 +77,9 @@ def sometimes_absent(name: str, step: int) -> bool:
     return step == 3 and "norm" in name
 
 
-@pytest.mark.parametrize("drawn", list(combinations(24)), ids=spelled)
+@pytest.mark.parametrize(
+    "drawn", mostly_slow(combinations(24), but=list(combinations(EACH_TIME))), ids=spelled
+)
 def test_settings(drawn: dict[str, Any]):
     rest = dict(drawn)
     placement = HostPlacement(
@@ -106,7 +110,7 @@ def idle_experts(named: Named, step: int) -> None:
 
 def test_each_choice_is_drawn():
     for name, choices in CHOICES.items():
-        assert {str(drawn[name]) for drawn in combinations(24)} == {str(c) for c in choices}
+        assert {str(drawn[name]) for drawn in combinations(EACH_TIME)} == {str(c) for c in choices}
 
 
 def partition(plan: Plan) -> list[Any]:
@@ -167,9 +171,10 @@ def odd_model(
     return named, Layout.from_shapes(shapes, overrides=overrides)
 
 
-@pytest.mark.parametrize("slot_bytes", [6000, "auto"])
-@pytest.mark.parametrize("master_layout", ["full", "split"])
-@pytest.mark.parametrize("backend", ["synchronous", "checked hostile"])
+@pytest.mark.parametrize(
+    ("slot_bytes", "master_layout", "backend"),
+    pairwise([6000, "auto"], ["full", "split"], ["synchronous", "checked hostile"]),
+)
 def test_odd_tensors(slot_bytes: Any, master_layout: str, backend: str):
     results = []
     host = HostPlacement(slot_bytes=slot_bytes, master_layout=master_layout)

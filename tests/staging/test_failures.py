@@ -13,6 +13,7 @@ from torch import Tensor
 
 import muonloom
 import muonloom.places
+from choosing import slow
 from muonloom import HostPlacement
 from muonloom.device import Backend, SynchronousBackend, ThreadedBackend
 from staging.support import (
@@ -108,11 +109,11 @@ def step_and_drain(opt: muonloom.Muon) -> None:
     ("kind", "when", "layout_of_masters"),
     [
         ("synchronous", "before", "full"),
-        ("synchronous", "after", "split"),
+        slow("synchronous", "after", "split"),
         ("synchronous", "copy", "split"),
-        ("threaded", "before", "split"),
+        slow("threaded", "before", "split"),
         ("threaded", "after", "full"),
-        ("threaded", "copy", "full"),
+        slow("threaded", "copy", "full"),
     ],
 )
 def test_every_piece_of_work_may_fail(kind: str, when: str, layout_of_masters: str):

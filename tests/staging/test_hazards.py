@@ -14,6 +14,7 @@ from torch import Tensor
 
 import muonloom
 import muonloom.places
+from choosing import mostly_slow
 from muonloom import HostPlacement
 from muonloom.compute import StepCompute
 from muonloom.device import SynchronousBackend, ThreadedBackend, seeded_delays
@@ -36,7 +37,9 @@ from staging.support import (
 )
 
 NUM_PLANS = 210
+NUM_PLANS_EACH_TIME = 60
 MUTATED = (1, 5, 7, 9, 13, 15, 21, 24, 27, 30, 34, 38)
+MUTATED_EACH_TIME = (1, 7, 9, 13, 24, 34)
 THREADED_EVERY = 6
 HOSTILE = range(10)
 
@@ -67,7 +70,7 @@ def started(case: Case, *, steps: int = 2) -> Iterator[tuple[Named, muonloom.Muo
 # -- schedules as they are ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(NUM_PLANS))
+@pytest.mark.parametrize("seed", mostly_slow(range(NUM_PLANS), but=range(NUM_PLANS_EACH_TIME)))
 def test_random_plans_have_no_hazard_and_the_bits_of_device_placement(seed: int):
     case = random_case(seed)
     with on_backend(lambda: checked(seed)) as backends:
@@ -78,16 +81,17 @@ def test_random_plans_have_no_hazard_and_the_bits_of_device_placement(seed: int)
     assert_same_bits(case.train("device"), staged)
 
 
-def test_random_plans_have_all_that_staging_knows():
+@pytest.mark.parametrize("num_plans", [NUM_PLANS_EACH_TIME, NUM_PLANS])
+def test_random_plans_have_all_that_staging_knows(num_plans: int):
     """Or the test above would prove less than it seems to."""
-    cases = [random_case(seed) for seed in range(NUM_PLANS)]
+    cases = [random_case(seed) for seed in range(num_plans)]
     for name, count in {"num_slots": 4, "slot_bytes": 4, "master_layout": 2}.items():
         assert len({getattr(case.placement, name) for case in cases}) == count
     assert len({frozenset(case.dtypes.values()) for case in cases}) == 3
     assert any(case.absent_share for case in cases)
 
 
-@pytest.mark.parametrize("seed", HOSTILE)
+@pytest.mark.parametrize("seed", mostly_slow(HOSTILE, but=HOSTILE[:4]))
 def test_hostile_delays_change_no_bit(seed: int, device_bits: dict[str, Tensor]):
     delays = seeded_delays(seed, 2e-3)
     with on_backend(lambda: ThreadedBackend(delays=delays)):
@@ -201,7 +205,7 @@ def all_waits(schedule: Schedule) -> list[tuple[int, int]]:
     return [(index, wait) for index, task in enumerate(schedule.tasks) for wait in task.waits]
 
 
-@pytest.mark.parametrize("seed", MUTATED)
+@pytest.mark.parametrize("seed", mostly_slow(MUTATED, but=MUTATED_EACH_TIME))
 def test_every_wait_of_a_schedule_is_needed(seed: int):
     with started(random_case(seed)) as (named, opt, backend), in_order(engine_of(opt)):
         whole = engine_of(opt).schedule
@@ -216,7 +220,7 @@ def test_every_wait_of_a_schedule_is_needed(seed: int):
 
 def test_the_mutated_schedules_have_every_kind_of_wait():
     kinds = set()
-    for seed in MUTATED:
+    for seed in MUTATED_EACH_TIME:
         case = random_case(seed)
         schedule = engine_of(case.build(case.placement)[1]).schedule
         kinds |= {kind_of(schedule, *pair) for pair in all_waits(schedule)}

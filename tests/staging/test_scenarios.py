@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import muonloom
 import muonloom.compute
+from choosing import pairwise
 from muonloom import Layout
 from staging.support import (
     BACKENDS,
@@ -245,9 +246,11 @@ SCENARIOS: list[Scenario] = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["synchronous", "hostile"])
-@pytest.mark.parametrize("master_layout", PLACEMENTS)
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize(
+    ("scenario", "master_layout", "backend"),
+    pairwise(SCENARIOS, PLACEMENTS, ["synchronous", "hostile"]),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_scenario(scenario: Scenario, master_layout: str, backend: str):
     options: dict[str, Any] = {"dtype": mixed, "ns_batch_bytes": 5000}
     wanted = outcome(scenario, "device", **options)
@@ -266,9 +269,11 @@ def through_a_file(saved: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("target", ["device", "full", "split"])
-@pytest.mark.parametrize("source", ["device", "full", "split"])
-@pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("momentum_dtype", "source", "target"),
+    pairwise([torch.float32, torch.bfloat16], ["device", *PLACEMENTS], ["device", *PLACEMENTS]),
+    ids=str,
+)
 def test_a_state_goes_from_placement_to_placement(
     source: str, target: str, momentum_dtype: torch.dtype
 ):

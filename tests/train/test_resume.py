@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import muonloom.checkpoint
 import muonloom.train.run
+from choosing import slow
 from muonloom.checkpoint.files import DataFile
 from muonloom.errors import ConfigError
 from muonloom.train.agreement import MAY_DIFFER, MUST_AGREE
@@ -177,12 +178,14 @@ SPLIT = (*HOST, "model.dtype=bfloat16", "optim.host.master_layout=split")
         (),
         ("optim.algorithm=adamw", "schedule.accumulate=2", "schedule.clip_norm=0"),
         ("model.dtype=bfloat16", "optim.heads_per_block=1", "schedule.decay=cosine"),
-        (*HOST, "optim.heads_per_block=1"),
+        slow((*HOST, "optim.heads_per_block=1")),
         (*SPLIT, "optim.momentum_dtype=bfloat16", "optim.free_gradients=true"),
-        (
-            f"model.config={EXPERTS}",
-            "model.expert_weights=float8_block",
-            "optim.idle_matrices=skip",
+        slow(
+            (
+                f"model.config={EXPERTS}",
+                "model.expert_weights=float8_block",
+                "optim.idle_matrices=skip",
+            )
         ),
         (f"model.config={EXPERTS}", "model.expert_weights=float8_block", *HOST),
     ],
