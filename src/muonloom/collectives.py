@@ -114,7 +114,7 @@ class Ranks:
     def timeout_s(self) -> float:
         """After how many seconds a collective fails that a rank does not take part in."""
         try:
-            timeout: timedelta = self._backend(self._served(torch.device("cpu"))).options._timeout
+            timeout: timedelta = self._backend(self.served(torch.device("cpu"))).options._timeout
         except (AttributeError, RuntimeError):
             return _DEFAULT_TIMEOUT_S
         return timeout.total_seconds()
@@ -137,7 +137,7 @@ class Ranks:
             return message.expand(self.size, -1).clone()
         self.traffic.control_messages += 1
         self.traffic.control_bytes += message.numel()
-        device = self._served(message.device)
+        device = self.served(message.device)
         own = message.contiguous().to(device)
         gathered = own.new_empty((self.size, message.numel()))
         self._start(
@@ -260,7 +260,7 @@ class Ranks:
 
     # -- backends -----------------------------------------------------------------------------------
 
-    def _served(self, device: torch.device) -> torch.device:
+    def served(self, device: torch.device) -> torch.device:
         """Return the device itself, or one that the group has a backend for."""
         types = [served.type for served in self.group._device_types]
         return device if device.type in types else torch.device(types[0])

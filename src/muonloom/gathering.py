@@ -41,7 +41,7 @@ def gathered(
     outer = _extent(shape, rows)
     pieces = _pieces(boxes, outer)
     whole = torch.empty(outer.sizes, dtype=dtype)
-    near = ranks._served(device)
+    near = ranks.served(device)
     nothing = torch.empty(0, dtype=torch.uint8, device=near)
     parts = [nothing if p is None else _memory_of(whole[p.slices], near) for p in pieces]
     own = parts[ranks.position]

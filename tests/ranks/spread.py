@@ -147,13 +147,12 @@ def assert_equal(found: Any, wanted: Any, *about: object) -> None:
 
 
 def settings(*ways: str) -> Iterator[tuple[str, torch.dtype, str]]:
-    """How parameters are spread, and what may matter beside: dtype and placement; less for many ranks."""
-    pairs = [(torch.bfloat16, "device"), (torch.bfloat16, "split"), (torch.float32, "host")]
-    if not dist.is_initialized() or dist.get_world_size() <= 2:
-        pairs += [(torch.bfloat16, "host"), (torch.float32, "device")]
-        pairs.remove((torch.float32, "host"))
+    """How parameters are spread, and what may matter beside: dtype and placement; all on two ranks."""
+    few = [(torch.bfloat16, "split"), (torch.float32, "device")]
+    more = [(torch.bfloat16, "device"), (torch.bfloat16, "host")]
+    is_small = not dist.is_initialized() or dist.get_world_size() <= 2
     for way in ways:
-        for dtype, placement in pairs:
+        for dtype, placement in few + (more if is_small and way in ("ddp", "fsdp") else []):
             yield way, dtype, placement
 
 

@@ -202,7 +202,13 @@ def _context() -> Any:
     """Return how processes are made: forked from one that has imported much, and has no thread."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch.distributed.fsdp", "torch.distributed.tensor", "muonloom.checkpoint", "pytest"]
+        [
+            "torch._dynamo",  # which the first optimizer imports
+            "torch.distributed.fsdp",
+            "torch.distributed.tensor.parallel",
+            "muonloom.checkpoint",
+            "pytest",
+        ]
     )
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     with mock.patch.dict(os.environ, one_thread):

@@ -26,7 +26,7 @@ from ranks import spread
 from ranks.spread import assert_equal, error_of, held, masters, optimizer, parameters, steps
 from ranks.support import run
 
-DTENSORS = {2: ("fsdp", "tp", "replicated"), 3: ("fsdp",), 4: ("hsdp",)}
+DTENSORS = {2: ("fsdp", "tp", "replicated"), 4: ("hsdp",)}
 NAMES = list(spread.SHAPES)
 
 
