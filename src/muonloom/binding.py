@@ -29,7 +29,7 @@ _log = logging.getLogger("muonloom")
 Groups = Sequence[Mapping[str, Any]]
 
 
-def known(assignments: Mapping[Tensor, Assignment], tensor: Tensor) -> Assignment:
+def assigned(assignments: Mapping[Tensor, Assignment], tensor: Tensor) -> Assignment:
     """Return what was decided for `tensor` when it was added.
 
     Raises:
@@ -81,7 +81,7 @@ def plan_of(
     pairs = [(g, tensor) for g, group in enumerate(groups) for tensor in group["params"]]
     turns = {tensor: turn for turn, tensor in enumerate(assignments)}
     for index, (g, tensor) in enumerate(pairs):
-        assignment = known(assignments, tensor)
+        assignment = assigned(assignments, tensor)
         if not shared:
             assignment = replace(assignment, share=None)
         if assignment.part_spec is None:
@@ -140,7 +140,7 @@ def sources_of(
 ) -> list[Source]:
     """Return all parameters' state and cut, in the plan's order."""
     return [
-        Source(state=states.get(tensor, {}), spec=known(assignments, tensor).part_spec)
+        Source(state=states.get(tensor, {}), spec=assigned(assignments, tensor).part_spec)
         for group in groups
         for tensor in group["params"]
     ]
@@ -154,6 +154,7 @@ def bind(
     *,
     split: bool,
     present: Sequence[bool] | None = None,
+    known: Sequence[Bound | None] = (),
 ) -> list[Bound | None]:
     """Pair each parameter that has a gradient with its state and its group's numbers.
 
@@ -164,6 +165,7 @@ def bind(
         weights: where device weights are.
         split: whether BF16 weights are half of their masters, and so are written as tensors.
         present: which parameters have a gradient on some rank: zero is taken where it is not this one.
+        known: what was found before that was known; taken as it is.
 
     Returns:
         In the plan's order; None for a parameter without gradient.
@@ -176,7 +178,10 @@ def bind(
         options: MuonOptions | AdamWOptions
         options = (MuonOptions if group["algorithm"] == "muon" else AdamWOptions).of(group)
         for tensor in group["params"]:
-            assignment = known(assignments, tensor)
+            if known and known[len(bounds)] is not None:
+                bounds.append(known[len(bounds)])  # a sum over ranks is not to be taken twice
+                continue
+            assignment = assigned(assignments, tensor)
             gradient = gradient_of(assignment.name, tensor)
             if gradient is None and (present is None or not present[len(bounds)]):
                 bounds.append(None)
@@ -215,7 +220,8 @@ def only_makes_state(verdict: Verdict, bounds: Sequence[Bound | None]) -> bool:
     """
     present = [bound for bound in bounds if bound is not None]
     return (
-        verdict.grad_norm == 0
+        bool(present)
+        and verdict.grad_norm == 0
         and all(bound.options.lr == 0 for bound in present)
         and not any(b.gradient is not None and bool(b.gradient.any()) for b in present)
     )

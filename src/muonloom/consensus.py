@@ -48,7 +48,7 @@ class Word:
     present: int
     error: int
     offender: int
-    reserved: int
+    has_state: int
     squares: float
     failed_before: int
     moved: int
@@ -56,9 +56,9 @@ class Word:
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Word:
         """Read what a rank wrote."""
-        plan, present, error, offender, reserved, squares, failed_before, moved = numbers
+        plan, present, error, offender, has_state, squares, failed_before, moved = numbers
         value = struct.unpack("d", struct.pack("q", squares))[0]
-        return cls(plan, present, error, offender, reserved, value, failed_before, moved)
+        return cls(plan, present, error, offender, has_state, value, failed_before, moved)
 
 
 def short(text: str) -> int:
@@ -106,6 +106,7 @@ class Consensus:
         failure: Tensor | None,
         moved: Tensor | None,
         error: BaseException | None,
+        has_state: bool,
     ) -> tuple[Verdict, tuple[bool, ...]]:
         """Return what all ranks found, and which parameters have a gradient on some rank that holds them.
 
@@ -116,6 +117,7 @@ class Consensus:
             failure: bool scalar: whether the last step left a matrix whose iteration was not finite.
             moved: bool scalar: whether weights seem to have been written from outside.
             error: what this rank cannot step for; raised here, after the others have been told.
+            has_state: whether this rank has taken a step before.
 
         Raises:
             ValueError: ranks differ; the same on all of them.
@@ -131,6 +133,7 @@ class Consensus:
             squares=squares,
             offender=-1,
             flags=flags,
+            has_state=has_state,
         )
         self._refuse(words, error, digest, describe)
         present = self._present(members, bits, words)
@@ -146,8 +149,9 @@ class Consensus:
         squares: Tensor,
         offender: int,
         flags: Sequence[Tensor],
+        has_state: bool = False,
     ) -> list[Word]:
-        numbers = [plan, present, error, offender, 0]
+        numbers = [plan, present, error, offender, int(has_state)]
         known = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         words = torch.stack([*known, squares.view(torch.int64), *flags])
         gathered = self._ranks.gather_small(words.view(torch.uint8))
@@ -198,6 +202,7 @@ class Consensus:
             offender=None,
             earlier_failure=any(word.failed_before for word in words),
             weights_moved=any(word.moved for word in words),
+            has_state=any(word.has_state for word in words),
         )
         if verdict.grad_norm != 0 and math.isfinite(verdict.grad_norm):
             return verdict

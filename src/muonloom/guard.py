@@ -27,6 +27,7 @@ class Verdict:
         earlier_failure: whether the last step left a matrix whose iteration was not finite.
         weights_moved: whether weights seem to have been written from outside.
         offender_rank: where the offender was found; None: here.
+        has_state: whether another rank has taken a step before.
     """
 
     grad_norm: float
@@ -34,6 +35,7 @@ class Verdict:
     earlier_failure: bool
     weights_moved: bool
     offender_rank: int | None = None
+    has_state: bool = False
 
 
 def gradient_of(name: str, parameter: Tensor) -> Tensor | None:

@@ -173,6 +173,7 @@ class Membership:
         failure: Tensor | None,
         moved: Tensor | None,
         error: BaseException | None = None,
+        has_state: bool = False,
     ) -> tuple[Verdict, tuple[bool, ...]]:
         """Return what the guard of all ranks says, and which parameters have a gradient somewhere.
 
@@ -201,6 +202,7 @@ class Membership:
             failure=failure,
             moved=moved,
             error=error,
+            has_state=has_state,
         )
 
     def _digest(

@@ -299,7 +299,7 @@ class Muon(Stepping):
                 self.zero_grad(set_to_none=True)  # or one bad batch would spoil all steps after it
             self._end_step(skipped=True)
             return loss
-        had_state = bool(self.state)
+        had_state = bool(self.state) or verdict.has_state
         if verdict.weights_moved:
             with self._membership.all_or_none():
                 self._prepare(bounds, doubt=True)

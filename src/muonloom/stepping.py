@@ -53,12 +53,15 @@ class Stepping(StateByName):
             failure=failure,
             moved=moved,
             error=error,
+            has_state=bool(self.state),
         )
         if any(here is None and there for here, there in zip(bounds, present, strict=True)):
-            bounds = self._bind(present)
+            bounds = self._bind(present, known=bounds)
         return bounds, verdict
 
-    def _bind(self, present: Sequence[bool] | None = None) -> list[Bound | None]:
+    def _bind(
+        self, present: Sequence[bool] | None = None, known: Sequence[Bound | None] = ()
+    ) -> list[Bound | None]:
         return bind(
             self.param_groups,
             self._assignments,
@@ -66,6 +69,7 @@ class Stepping(StateByName):
             self._weights,
             split=self._assembly.splits_masters,
             present=present,
+            known=known,
         )
 
     def _are_certain(self, bounds: Sequence[Bound | None]) -> bool:

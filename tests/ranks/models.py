@@ -203,6 +203,15 @@ def grid(name: str, tensor: Tensor, world: int) -> Tensor:
     return _distributed(tensor, mesh(world // 2, 2), both)
 
 
+def crossed(name: str, tensor: Tensor, world: int) -> Tensor:
+    both = [_shard(tensor, 1), _shard(tensor, 0)] if tensor.ndim > 1 else [Replicate(), Shard(0)]
+    return _distributed(tensor, mesh(world // 2, 2), both)
+
+
+def twice(name: str, tensor: Tensor, world: int) -> Tensor:
+    return _distributed(tensor, mesh(world // 2, 2), [Shard(0), Shard(0)])
+
+
 def tensor_parallel(name: str, tensor: Tensor, world: int) -> Tensor:
     """As `parallelize_module` leaves a model: norms are plain, and each rank has all of them."""
     if tensor.ndim < 2 or name in ("conv", "odd"):
@@ -221,6 +230,8 @@ SPREADS: dict[str, Spread] = {
     "turned": turned,
     "backwards": backwards,
     "grid": grid,
+    "crossed": crossed,
+    "twice": twice,
     "tensor parallel": tensor_parallel,
 }
 

@@ -97,9 +97,9 @@ def absent_on_one(rank: int, key: str) -> Result:
     return Result(parts=parts(named, opt, case), reports=reports)
 
 
-def scaled(rank: int, key: str, factors: tuple[float, ...]) -> Result:
+def scaled(rank: int, spread: str, factors: tuple[float, ...]) -> Result:
     """Gradients so large that their squares overflow, or all zero."""
-    case = CASES[key]
+    case = Case(shapes=FEW, spread=spread)
     named, opt = begin(case)
     reports = []
     for step, factor in enumerate(factors):
@@ -162,8 +162,9 @@ def gradients(rank: int) -> dict[str, Any]:
         found[f"absent, {key}"] = absent_on_one(rank, key)
         found[f"not finite, {key}"] = not_finite(rank, key)
         found[f"may not skip, {key}"] = may_not_skip(rank, key)
-        for name, factors in SCALES.items():
-            found[f"{name}, {key}"] = scaled(rank, key, factors)
+    for name, factors in SCALES.items():
+        for spread in ("plain", "rows", "replicated"):
+            found[f"{name}, {spread}"] = scaled(rank, spread, factors)
     return found
 
 
@@ -231,10 +232,10 @@ def test_a_nan_that_may_not_be_skipped_raises_on_all(key: str):
     assert all(untouched for _, untouched in outcome(gradients, f"may not skip, {key}"))
 
 
-@BY_CASE
+@pytest.mark.parametrize("spread", ["plain", "rows", "replicated"])
 @pytest.mark.parametrize("name", SCALES)
-def test_finite_gradients_of_any_size_are_taken(name: str, key: str):
-    results = outcome(gradients, f"{name}, {key}")
+def test_finite_gradients_of_any_size_are_taken(name: str, spread: str):
+    results = outcome(gradients, f"{name}, {spread}")
     whole = reference(lambda _, step, gradient: gradient * SCALES[name][step])
     assert not differences(results, whole)
     for result in results:
@@ -540,6 +541,38 @@ def expert_groups(rank: int) -> dict[str, Any]:
             opt.add_param_group({"params": [("odd", shared)]})
     found["whole"] = bool(torch.equal(shared, value("odd", (3, 7), 0)))
     return found
+
+
+def uneven_tokens(rank: int) -> dict[str, Any]:
+    """One pair's expert gets a gradient in the first step, nobody in the second, all in the third."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    shapes = {"experts": (1, 12, 8), "odd": (3, 7)}
+    expert = nn.Parameter(value("experts", (1, 12, 8), rank % 2))
+    shared = nn.Parameter(value("odd", (3, 7), 0))
+    groups = [
+        {"params": [("experts", expert)], "process_group": pairs[rank % 2]},
+        {"params": [("odd", shared)]},
+    ]
+    opt = muonloom.Muon(groups, layout=layout(shapes), **OPTIONS)
+    weights = []
+    for step in range(3):
+        has = step == 2 or (step == 0 and rank % 2 == 0)
+        expert.grad = torch.ones_like(expert) if has else None
+        shared.grad = torch.ones_like(shared) if step == 2 else None
+        opt.step()
+        weights.append((expert.detach().clone(), shared.detach().clone()))
+    return {"weights": weights}
+
+
+def test_a_step_without_any_gradient_changes_nothing_anywhere():
+    for rank, here in enumerate(run(4, uneven_tokens, timeout_s=20)):
+        (first, _), (second, shared), (third, last) = here["weights"]
+        untouched = value("experts", (1, 12, 8), rank % 2)
+        assert torch.equal(first, untouched) == (rank % 2 == 1)
+        assert torch.equal(first, second)
+        assert torch.equal(shared, value("odd", (3, 7), 0))
+        assert not torch.equal(second, third)
+        assert not torch.equal(shared, last)
 
 
 def test_who_has_nothing_in_common_decides_alone_until_it_has():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
@@ -32,6 +33,7 @@ from ranks.models import (
     differences,
     give,
     gradient,
+    index_of,
     indices,
     layout,
     like,
@@ -129,6 +131,17 @@ def strided(named: Named, opt: muonloom.Muon, case: Case) -> None:
         opt.step()
 
 
+def replan(named: Named, opt: muonloom.Muon, case: Case) -> None:
+    """Change the iteration after the first step, and the numbers after the second."""
+    for step in range(3):
+        give(named, case, step)
+        opt.step()
+        muon = opt.param_groups[0]
+        if step == 0:
+            muon["ns_steps"], muon["eps"] = 3, 1e-6
+        muon["momentum"], muon["weight_decay"], muon["nesterov"] = 0.5, 0.2, False
+
+
 Loop = Callable[[Named, muonloom.Muon, Case], Any]
 LOOPS: dict[str, tuple[Loop, Case]] = {
     "accumulated": (accumulate, Case(shapes=FEW)),
@@ -151,6 +164,7 @@ LOOPS: dict[str, tuple[Loop, Case]] = {
     "main gradients": (main_gradients, Case(shapes=FEW, dtype=BF16)),
     "added": (add_later, Case(shapes={n: SHAPES[n] for n in (*FEW, "again", "conv", "bias")})),
 }
+LOOPS["replanned"] = (replan, Case(shapes=FEW))
 LOOPS["strided"] = (strided, Case(shapes=SHAPES))
 LATE = ("again", "conv", "bias")
 LOOP_SPREADS = ("plain", "rows", "tensor parallel")
@@ -184,6 +198,45 @@ def test_a_loop_does_over_ranks_what_it_does_on_one_process(name: str, spread: s
     whole, told = loop_through(name, "plain", 1)
     assert not differences([result for result, _ in found], whole)
     assert all(theirs == told for _, theirs in found)
+
+
+SUMS = Case(shapes={name: SHAPES[name] for name in ("again", "norm", "odd")}, steps=3)
+
+
+def partial_sums(rank: int) -> dict[str, Any]:
+    """Have gradients that are sums over ranks, as norms have of which each sees a part of a sequence.
+
+    In the second step the last rank lacks the gradient of another parameter.
+    """
+    named = {
+        name: nn.Parameter(
+            distribute_tensor(
+                value(name, shape, 0),
+                mesh(2),
+                [Shard(0) if name == "odd" else Replicate()],
+                src_data_rank=None,
+            )
+        )
+        for name, shape in SUMS.shapes.items()
+    }
+    opt = optimizer(named, SUMS)
+    for step in range(SUMS.steps):
+        give(named, SUMS, step)
+        for name in ("again", "norm"):
+            whole = gradient(name, SUMS.shapes[name], step)
+            term = whole if rank == 0 else torch.zeros_like(whole)
+            named[name].grad = DTensor.from_local(term, mesh(2), [Partial()], run_check=False)
+        if (rank, step) == (1, 1):
+            named["odd"].grad = None
+        opt.step()
+    held = {name: like(index_of(shape), named[name]) for name, shape in SUMS.shapes.items()}
+    return {"sums": Result(parts=parts_of(named, opt, held), reports=[])}
+
+
+def test_gradients_that_are_sums_over_ranks_are_added_up_once():
+    found = [here["sums"] for here in run(2, partial_sums, timeout_s=20)]
+    whole = alone(SUMS)  # in the second step the gradient of `odd` is zero anyway
+    assert not differences(found, whole)
 
 
 def in_other_formats(world: int, placement: Any) -> Result:

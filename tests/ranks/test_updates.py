@@ -199,7 +199,7 @@ def shard_columns(zoo: Zoo) -> None:
 def tensor_parallel(zoo: Zoo) -> None:
     """As `parallelize_module` does it; what is left is FSDP's alone."""
     both = grid("dp", "tp")
-    for name in ("q", "kv", "latent", "qkv", "gate_up", "mixed_up", "again"):
+    for name in ("embed", "q", "kv", "latent", "qkv", "gate_up", "mixed_up", "again"):
         replace(zoo, name, both["tp"], Shard(0))
     for name in ("halves", "odd", "conv"):
         replace(zoo, name, both["tp"], Shard(1))
