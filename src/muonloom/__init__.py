@@ -12,6 +12,7 @@ from muonloom.groups import parameter_groups
 from muonloom.layout import BlockSpec, Layout, register_family
 from muonloom.math import muon_scale, ns_coefficient_names, orthogonalize
 from muonloom.optimizer import Muon
+from muonloom.sharding import Sharding
 from muonloom.version import __version__
 from muonloom.writers import ExpertEngine, Writer
 
@@ -26,6 +27,7 @@ __all__ = [
     "Layout",
     "LostRanksError",
     "Muon",
+    "Sharding",
     "StaleMasterError",
     "Writer",
     "__version__",

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muonloom.assignment import Assignment
 from muonloom.binding import Groups, plan_key, plan_of, sources_of, staged_states
 from muonloom.config import HostPlacement, host_placement
 from muonloom.device import Backend
 from muonloom.dtensors import is_dtensor
 from muonloom.engine import Engine
 from muonloom.errors import complaint
-from muonloom.groups import Assignment
 from muonloom.host import Reservation, SlabStore
 from muonloom.membership import Membership
 from muonloom.plan import Exchange, Plan

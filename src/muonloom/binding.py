@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muonloom.assignment import Assignment
 from muonloom.bound import Bound
 from muonloom.config import AdamWOptions, MuonOptions
 from muonloom.dtensors import local_part
 from muonloom.errors import complaint
-from muonloom.groups import Assignment, rate_warning, recipe_options
+from muonloom.groups import rate_warning, recipe_options
 from muonloom.guard import Verdict, gradient_of
 from muonloom.plan import Plan
 from muonloom.planning import MatrixEntry, ScalarEntry, build_plan
@@ -188,12 +189,12 @@ def bind(
                 continue
             if gradient is None:
                 gradient = torch.zeros_like(local_part(tensor))
-            if tuple(tensor.shape) != assignment.shape:
+            if tuple(tensor.shape) != assignment.tensor_shape:
                 raise ValueError(
                     complaint(
                         assignment.name,
                         got=f"shape {tuple(tensor.shape)}",
-                        wanted=f"{assignment.shape}, as at construction",
+                        wanted=f"{assignment.tensor_shape}, as at construction",
                         remedy="Build a new optimizer after the model changed.",
                     )
                 )

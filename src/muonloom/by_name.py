@@ -33,6 +33,7 @@ class StateByName(StateSaving):
             RuntimeError: a failed step left a weight half written.
         """
         refuse_torn(self._assembly.torn)
+        self._refuse_pieces(names, "a checkpoint")
         self._check_weights({p: n for p, n in self._names().items() if p not in self._gone})
         return [
             tensor
@@ -113,6 +114,7 @@ class StateByName(StateSaving):
 
     def _check_loadable(self) -> None:
         refuse_released(self._released.values(), "loading a checkpoint")
+        self._refuse_pieces(self._assignments, "a checkpoint")
         self._weights.check({p: n for p, n in self._names().items() if self._weights.writer(p)})
 
     @contextlib.contextmanager

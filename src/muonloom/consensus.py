@@ -3,6 +3,9 @@
 Every decision is a function of all messages, so that all ranks decide alike: a difference is the same error
 on each of them, one gradient that is not finite skips the step everywhere, and a parameter that has a
 gradient on one rank counts as present on all that hold it.
+
+Ranks need not have the same parameters (pipeline stages, experts): those that have are a *cohort*, and what
+goes by the order of parameters is compared inside each.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from muonloom.collectives import Ranks, agree
+from muonloom.collectives import Ranks, agree, ranks_of
 from muonloom.guard import Verdict, inspect_gradients
+from muonloom.ranks import this_rank
 
 MESSAGE_BYTES = 64
 _WORDS = MESSAGE_BYTES // 8
@@ -52,13 +56,15 @@ class Word:
     squares: float
     failed_before: int
     moved: int
+    cohort: int
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Word:
         """Read what a rank wrote."""
-        plan, present, error, offender, has_state, squares, failed_before, moved = numbers
+        plan, present, flags, offender, cohort, squares, failed_before, moved = numbers
         value = struct.unpack("d", struct.pack("q", squares))[0]
-        return cls(plan, present, error, offender, has_state, value, failed_before, moved)
+        error, has_state = flags & 1, flags >> 1
+        return cls(plan, present, error, offender, has_state, value, failed_before, moved, cohort)
 
 
 def short(text: str) -> int:
@@ -102,6 +108,7 @@ class Consensus:
         members: Sequence[Member],
         *,
         digest: str,
+        cohort: int,
         describe: Callable[[], list[str]],
         failure: Tensor | None,
         moved: Tensor | None,
@@ -112,7 +119,8 @@ class Consensus:
 
         Args:
             members: all parameters, in the plan's order.
-            digest: of what must be equal on all ranks: plan and options.
+            digest: of what must be equal on all ranks of a cohort: plan and options.
+            cohort: a number that ranks with the same parameters have in common; 0: all have.
             describe: returns that as lines, for the error where it is not.
             failure: bool scalar: whether the last step left a matrix whose iteration was not finite.
             moved: bool scalar: whether weights seem to have been written from outside.
@@ -134,9 +142,10 @@ class Consensus:
             offender=-1,
             flags=flags,
             has_state=has_state,
+            cohort=cohort,
         )
         self._refuse(words, error, digest, describe)
-        present = self._present(members, bits, words)
+        present = self._present(members, bits, words, cohort)
         verdict = self._judge(members, words)
         return verdict, present
 
@@ -150,8 +159,9 @@ class Consensus:
         offender: int,
         flags: Sequence[Tensor],
         has_state: bool = False,
+        cohort: int = 0,
     ) -> list[Word]:
-        numbers = [plan, present, error, offender, int(has_state)]
+        numbers = [plan, present, error + 2 * has_state, offender, cohort]
         known = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         words = torch.stack([*known, squares.view(torch.int64), *flags])
         gathered = self._ranks.gather_small(words.view(torch.uint8))
@@ -173,21 +183,38 @@ class Consensus:
                 f"rank {failed[0]}: got an error there before the step; wanted all ranks to be able to "
                 "take it. See the output of that rank; nothing was written."
             )
-        if len({word.plan for word in words}) > 1:
-            agree(digest, describe, self._ranks)
+        for cohort in sorted({word.cohort for word in words}):
+            alike = {
+                rank: word.plan
+                for rank, word in zip(self._ranks.ranks, words, strict=True)
+                if word.cohort == cohort
+            }
+            if len(set(alike.values())) == 1:
+                continue
+            if this_rank() not in alike:
+                raise ValueError(
+                    f"ranks {sorted(alike)}: got different plans or options there; wanted the same. See "
+                    "the output of these ranks; nothing was written."
+                )
+            agree(digest, describe, ranks_of(tuple(alike)))
             raise AssertionError("digests differ, and what they are made of does not")
 
     def _present(
-        self, members: Sequence[Member], bits: Sequence[bool], words: Sequence[Word]
+        self, members: Sequence[Member], bits: Sequence[bool], words: Sequence[Word], cohort: int
     ) -> tuple[bool, ...]:
         """Return for each parameter whether some rank that holds it has a gradient."""
-        if len({word.present for word in words}) == 1:
+        cohorts = {word.cohort for word in words}
+        if len({(word.cohort, word.present) for word in words}) == len(cohorts):
             return tuple(bits)
-        packed = _pack(bits).to(self._device)
-        gathered = self._ranks.gather_small(packed).cpu()
+        if len(cohorts) == 1:
+            packed = _pack(bits).to(self._device)
+            rows = [bytes(row.tolist()) for row in self._ranks.gather_small(packed).cpu()]
+        else:  # of other lengths
+            rows = self._ranks.gather_objects(bytes(_pack(bits).tolist()))
         by_rank = {
             rank: _unpack(row, len(bits))
-            for rank, row in zip(self._ranks.ranks, gathered, strict=True)
+            for rank, row, word in zip(self._ranks.ranks, rows, words, strict=True)
+            if word.cohort == cohort
         }
         return tuple(
             any(by_rank[rank][index] for rank in member.ranks)
@@ -233,9 +260,12 @@ class Consensus:
         ]
         if guilty:
             index, rank = min(guilty)
-            return replace(
-                verdict, grad_norm=math.nan, offender=members[index].name, offender_rank=rank
-            )
+            if len({word.cohort for word in words}) == 1:
+                name = members[index].name
+            else:  # numbered otherwise here
+                told = "" if offender < 0 else members[offender].name
+                name = self._ranks.gather_objects(told)[self._ranks.ranks.index(rank)]
+            return replace(verdict, grad_norm=math.nan, offender=name, offender_rank=rank)
         return replace(verdict, grad_norm=math.sqrt(math.fsum(word.squares for word in closer)))
 
 
@@ -260,10 +290,10 @@ def _flag(flag: Tensor | None, device: torch.device) -> Tensor:
 
 def _pack(bits: Sequence[bool]) -> Tensor:
     number = sum(1 << index for index, bit in enumerate(bits) if bit)
-    data = number.to_bytes(-(-len(bits) // 8), "little")
+    data = number.to_bytes(max(1, -(-len(bits) // 8)), "little")  # a rank may have nothing
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _unpack(row: Tensor, count: int) -> list[bool]:
-    number = int.from_bytes(bytes(row.tolist()), "little")
+def _unpack(row: bytes, count: int) -> list[bool]:
+    number = int.from_bytes(row, "little")
     return [bool(number >> index & 1) for index in range(count)]

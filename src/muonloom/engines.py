@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonloom.assembly import Assembly
+from muonloom.assignment import Assignment
 from muonloom.bfloat16_writer import BFloat16Writer
 from muonloom.dtensors import is_dtensor
 from muonloom.engine import Engine
 from muonloom.errors import complaint
 from muonloom.failures import refuse_released
-from muonloom.groups import Assignment
 from muonloom.handles import RemovableContext
 from muonloom.masters import MasterBook
 from muonloom.state import MASTER_KEYS, drop_master, lasting

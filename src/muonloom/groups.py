@@ -5,18 +5,16 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from muonloom.assignment import Assignment, rule_for
 from muonloom.config import check_options
-from muonloom.dtensors import local_part
 from muonloom.errors import complaint
-from muonloom.layout import BlockSpec, Layout, Rule, canonical_name
+from muonloom.layout import Layout, canonical_name
 from muonloom.math import make_recipe, muon_scale
-from muonloom.ownership import Share
 
 _WHOLE_ONLY = frozenset(
     {
@@ -28,32 +26,6 @@ _WHOLE_ONLY = frozenset(
         "placement",
     }
 )
-SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """Where one parameter goes, and how it is cut; `spec` is None for AdamW.
-
-    `share` is what this rank does of it; None: everything.
-    """
-
-    name: str
-    kind: str
-    algorithm: str
-    shape: tuple[int, ...]
-    spec: BlockSpec | None
-    share: Share | None = None
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        """Of this rank's part."""
-        return self.shape if self.share is None else self.share.shape
-
-    @property
-    def part_spec(self) -> BlockSpec | None:
-        """How this rank's part is cut."""
-        return self.spec if self.share is None else self.share.spec
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -119,55 +91,6 @@ def named_members(group: Mapping[str, Any], first: int) -> list[tuple[str | None
     return [(None if name is None else canonical_name(name), tensor) for name, tensor in pairs]
 
 
-def assign(
-    members: Sequence[tuple[str | None, Tensor]],
-    *,
-    layout: Layout | None,
-    algorithm: str | None,
-    first: int,
-) -> list[Assignment]:
-    """Decide for each parameter of one group which algorithm updates it.
-
-    Args:
-        members: canonical names and tensors.
-        layout: the model's layout, or None: named parameters go by their shapes.
-        algorithm: what the group asks for, or None.
-        first: the position of the first one, to name unnamed parameters in errors.
-
-    Raises:
-        ValueError: a parameter is unusable, unnamed where a name is needed, missing in the layout, of
-            another shape than there, or asked to be what it cannot be.
-    """
-    for position, (name, tensor) in enumerate(members, start=first):
-        _check_tensor(name or f"params[{position}]", tensor)
-    if any(name is None for name, _ in members):
-        return [
-            _assign_unnamed(f"params[{position}]", tensor, layout=layout, algorithm=algorithm)
-            for position, (_, tensor) in enumerate(members, start=first)
-        ]
-    explicit = layout is not None
-    if layout is None:
-        shapes = {name: _known_shape(name, t) for name, t in members if name is not None}
-        layout = Layout.from_shapes(shapes)
-    return [
-        _assign_named(str(name), tensor, layout=layout, explicit=explicit, algorithm=algorithm)
-        for name, tensor in members
-    ]
-
-
-def _known_shape(name: str, tensor: Tensor) -> tuple[int, ...]:
-    if tuple(tensor.shape) != (0,):
-        return tuple(tensor.shape)
-    raise ValueError(
-        complaint(
-            name,
-            got="shape (0,), which may stand for a sharded or released parameter",
-            wanted="its logical shape",
-            remedy="Pass a layout= made from the whole model.",
-        )
-    )
-
-
 def check_not_twice(
     members: Sequence[tuple[str | None, Tensor]], *, known: Mapping[Tensor, Assignment], first: int
 ) -> None:
@@ -187,116 +110,6 @@ def check_not_twice(
         seen.add(tensor)
         if name is not None:
             seen.add(name)
-
-
-def _check_tensor(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in SUPPORTED_DTYPES:
-        raise ValueError(
-            complaint(
-                name,
-                got=f"dtype {tensor.dtype}",
-                wanted="float32, bfloat16 or float16",
-                remedy="Masters are FP32: convert the parameter, or leave it to another optimizer.",
-            )
-        )
-    if local_part(tensor).layout is not torch.strided:
-        raise ValueError(
-            complaint(
-                name, got=f"{tensor.layout}", wanted="a dense tensor", remedy="Use to_dense()."
-            )
-        )
-    held = local_part(tensor)
-    if any(size > 1 and held.stride(dim) == 0 for dim, size in enumerate(held.shape)):
-        raise ValueError(
-            complaint(
-                name,
-                got=f"strides {tensor.stride()}, where elements share memory",
-                wanted="an element of its own for each index",
-                remedy="Use .contiguous() or .clone() before making it a parameter.",
-            )
-        )
-
-
-def _assign_unnamed(
-    name: str, tensor: Tensor, *, layout: Layout | None, algorithm: str | None
-) -> Assignment:
-    shape = tuple(tensor.shape)
-    if algorithm == "adamw":
-        return Assignment(name=name, kind="unnamed", algorithm="adamw", shape=shape, spec=None)
-    if layout is None and tensor.ndim == 2:
-        spec = BlockSpec.whole()
-        return Assignment(name=name, kind="unnamed", algorithm="muon", shape=shape, spec=spec)
-    raise ValueError(
-        complaint(
-            name,
-            got=f"an unnamed parameter of shape {shape}"
-            + (" beside a layout, which goes by names" if layout is not None else ""),
-            wanted="a name, because only matrices can do without",
-            remedy="Pass model.named_parameters() instead of model.parameters().",
-        )
-    )
-
-
-def _assign_named(
-    name: str, tensor: Tensor, *, layout: Layout, explicit: bool, algorithm: str | None
-) -> Assignment:
-    rule = _find(name, tensor, layout)
-    chosen = algorithm or rule.algorithm
-    if chosen != rule.algorithm:
-        if explicit:
-            raise ValueError(
-                complaint(
-                    name,
-                    got=f"algorithm={algorithm!r} in its group",
-                    wanted=f"{rule.algorithm!r}, as the layout says ({rule.reason})",
-                    remedy="Move the parameter, or change the layout by overrides=.",
-                )
-            )
-        if chosen == "muon" and tensor.ndim < 2:
-            raise ValueError(
-                complaint(
-                    name,
-                    got=f"algorithm='muon' for shape {tuple(tensor.shape)}",
-                    wanted="a parameter with at least two dimensions",
-                    remedy="Move it to a group with algorithm='adamw'.",
-                )
-            )
-    spec = None
-    if chosen == "muon":
-        spec = rule.spec or _spec_by_rank(tensor)
-    return Assignment(name=name, kind=rule.kind, algorithm=chosen, shape=rule.shape, spec=spec)
-
-
-def _spec_by_rank(tensor: Tensor) -> BlockSpec:
-    if tensor.ndim == 2:
-        return BlockSpec.whole()
-    return BlockSpec.stacked(BlockSpec.whole()) if tensor.ndim == 3 else BlockSpec.conv()
-
-
-def _find(name: str, tensor: Tensor, layout: Layout) -> Rule:
-    shape = tuple(tensor.shape)
-    if name not in layout:
-        if tensor.ndim >= 2:
-            raise ValueError(
-                complaint(
-                    name,
-                    got=f"a parameter of shape {shape} that the layout lacks",
-                    wanted="the names of the model that the layout was made from",
-                    remedy="Make the layout from this model, or name it in overrides=.",
-                )
-            )
-        return next(iter(Layout.from_shapes({name: shape}).values()))
-    rule = layout[name]
-    if rule.shape != shape:
-        raise ValueError(
-            complaint(
-                name,
-                got=f"shape {shape}",
-                wanted=f"{rule.shape}, as in the layout",
-                remedy="Make the layout from this model; a sharded or released parameter is refused.",
-            )
-        )
-    return rule
 
 
 def split_group(
@@ -410,7 +223,7 @@ def parameter_groups(
         if not parameter.requires_grad:
             continue
         name = canonical_name(raw)
-        key: str = _find(name, parameter, layout).algorithm
+        key: str = rule_for(name, tuple(parameter.shape), layout).algorithm
         if key == "adamw" and any(fnmatch.fnmatchcase(name, glob) for glob in no_decay):
             key = "no_decay"
         groups[key]["params"].append((name, parameter))

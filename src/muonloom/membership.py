@@ -10,24 +10,30 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonloom.assignment import Assignment
 from muonloom.bits import bits
 from muonloom.bound import Bound
 from muonloom.collectives import Ranks, Traffic, agree, ranks_of
 from muonloom.config import AdamWOptions, MuonOptions
 from muonloom.consensus import Consensus, Member
 from muonloom.dtensors import boxes, is_dtensor, local_part, mesh_ranks
-from muonloom.groups import Assignment
+from muonloom.errors import complaint
 from muonloom.guard import Verdict, inspect_gradients
+from muonloom.layout import restricted, row_atoms, stitched
 from muonloom.ownership import Candidate, Ledger
 from muonloom.ranks import num_ranks, this_rank
-from muonloom.sharding import Box, whole_box
-from muonloom.sharing import GroupSharing, SharedWeight, WeightSharing, bytes_of_row
+from muonloom.sharding import Box, Sharding, whole_box
+from muonloom.sharing import WeightSharing
+from muonloom.weight_buckets import weight_sharing
 from muonloom.weights import DeviceWeights
 
 Ids = tuple[int, ...]
+
+_CPU = torch.device("cpu")
 
 # Of each weight, when ranks meet: those that were not made equal differ in all of them.
 _COMPARED_WORDS = 64
@@ -39,11 +45,16 @@ class Membership:
     Args:
         weights: where device weights are.
         common: a line of what is no option of a group, and must be equal on all ranks.
+        step_group: the ranks that step together, where each may have parameters of its own; None: those
+            that hold parameters, all of which have the same.
     """
 
-    def __init__(self, weights: DeviceWeights, *, common: str) -> None:
+    def __init__(self, weights: DeviceWeights, *, common: str, step_group: Any = None) -> None:
         self._weights = weights
         self._common = common
+        self._step_group = step_group
+        self._pieces: dict[Tensor, tuple[Sharding, Ids]] = {}
+        self._cut: set[Tensor] = set()
         self._ledger = Ledger()
         self._ids: dict[Tensor, Ids] = {}
         self._groups: dict[Ids, Ranks] = {}
@@ -56,9 +67,15 @@ class Membership:
         self._known: tuple[object, str] = (None, "")
         self._texts: dict[int, tuple[tuple[Box, ...], str]] = {}
 
-    def add(self, tensor: Tensor, process_group: Any) -> None:
+    def add(self, tensor: Tensor, process_group: Any, *, sharding: Sharding | None = None) -> None:
         """Take note of who holds a parameter: a DTensor's mesh, or the ranks of a group."""
         self._forget_groups()
+        if sharding is not None:
+            cut = sharding.process_group
+            ids = () if cut is None else tuple(dist.get_process_group_ranks(cut))
+            self._pieces[tensor] = (sharding, ids)
+            if cut is not None:
+                self._given[ids] = cut
         if is_dtensor(tensor):
             self._ids[tensor] = mesh_ranks(tensor)
             if tensor.device_mesh.ndim == 1:
@@ -75,6 +92,7 @@ class Membership:
         """Know nothing of a parameter that could not be added after all."""
         self._forget_groups()
         self._ids.pop(tensor, None)
+        self._pieces.pop(tensor, None)
 
     def _forget_groups(self) -> None:
         self._consensus, self._held_by = None, None
@@ -83,6 +101,10 @@ class Membership:
     def ids(self, tensor: Tensor) -> Ids:
         """Return the ranks that hold a parameter, as `torch.distributed` numbers them."""
         return self._ids[tensor]
+
+    def is_cut(self, tensor: Tensor) -> bool:
+        """Whether several ranks hold pieces of the parameter, by `Sharding`."""
+        return len(self._pieces.get(tensor, (None, ()))[1]) > 1
 
     def share_out(
         self, assignments: dict[Tensor, Assignment], *, claimed: Container[Tensor]
@@ -95,21 +117,64 @@ class Membership:
             assignments: of all parameters; get shares.
             claimed: parameters that get a writer.
         """
+        for tensor, assignment in assignments.items():
+            if assignment.is_piece and assignment.share is None:
+                assignments[tensor] = self._by_itself(tensor, assignment)
         fresh = [
             tensor
             for tensor, assignment in assignments.items()
             if assignment.share is None
-            and len(self._ids.get(tensor, ())) > 1
+            and (assignment.is_piece or len(self._ids.get(tensor, ())) > 1)
             and (is_dtensor(tensor) or (tensor.ndim and tensor not in claimed))
         ]
+        self._cut = {tensor for tensor, each in assignments.items() if each.is_piece}
+        for tensor in self._cut:
+            if tensor in claimed:
+                raise ValueError(
+                    complaint(
+                        assignments[tensor].name,
+                        got="a writer for a piece of a matrix that sharding= cuts over ranks",
+                        wanted="whole matrices on the rank",
+                        remedy="Keep expert tensor parallelism at 1, or the engine away from it.",
+                    )
+                )
+        self._forget_groups()
         candidates = [self._candidate(tensor, assignments[tensor]) for tensor in fresh]
         for tensor, share in zip(fresh, self._ledger.share(candidates), strict=True):
             assignments[tensor] = replace(assignments[tensor], share=share)
-            if not is_dtensor(tensor):
-                self._weights.update_rows(tensor, share.holding.own.rows)
+            if share.copies is not None:
+                self._weights.update_rows(tensor, share.copies.own)
+
+    def _by_itself(self, tensor: Tensor, assignment: Assignment) -> Assignment:
+        """Return a piece that holds whole matrices, or elements of AdamW's, as a parameter of its own."""
+        sharding, ids = self._pieces[tensor]
+        spec, shape = assignment.spec, tuple(tensor.shape)
+        if spec is not None:
+            if sharding.dim:
+                return assignment
+            stops = {0, *(stop for _, stop in row_atoms(spec, assignment.shape))}
+            held = sharding.boxes(shape, len(ids))
+            if not all(stop in stops for box in held for stop in box.rows):
+                return assignment
+            rows = held[ids.index(this_rank())].rows
+            spec = stitched((shape[0], restricted(spec, assignment.shape, rows)))
+        return replace(assignment, shape=shape, spec=spec, is_piece=False)
 
     def _candidate(self, tensor: Tensor, assignment: Assignment) -> Candidate:
         ids = self._ids[tensor]
+        sharding, cut = self._pieces.get(tensor, (Sharding(), ()))
+        if assignment.is_piece:
+            return Candidate(
+                shape=assignment.shape,
+                spec=assignment.spec,
+                ranks=cut,
+                position=cut.index(this_rank()),
+                weights=_pieces_of(sharding.dim, tuple(tensor.shape), len(cut)),
+                as_held=True,
+                copies=ids,
+                copy=ids.index(this_rank()),
+                owner=sharding.owner,
+            )
         held = _all_of(assignment.shape, len(ids))
         return Candidate(
             shape=assignment.shape,
@@ -117,7 +182,8 @@ class Membership:
             ranks=ids,
             position=ids.index(this_rank()),
             weights=boxes(tensor, assignment.name) if is_dtensor(tensor) else held,
-            is_dtensor=is_dtensor(tensor),
+            as_held=is_dtensor(tensor),
+            owner=sharding.owner,
         )
 
     # -- whom to ask --------------------------------------------------------------------------------
@@ -142,6 +208,12 @@ class Membership:
 
     def control(self) -> Consensus | None:
         """Return those who step together: the largest group that holds all others, else everybody."""
+        if self._step_group is not None:
+            if self._consensus is None:
+                ranks = Ranks(self._step_group)
+                device = next((tensor.device for tensor in self._ids), _CPU)
+                self._consensus = Consensus(ranks, device)
+            return self._consensus if self._consensus.ranks.size > 1 else None
         found = self._all_ids()
         if not found or len(found[0]) == 1:
             return None
@@ -156,13 +228,15 @@ class Membership:
     def _all_ids(self) -> list[Ids]:
         """Return who holds parameters: the largest group first."""
         if self._held_by is None:
-            self._held_by = sorted(set(self._ids.values()), key=lambda ids: (-len(ids), ids))
+            cut = {ids for tensor, (_, ids) in self._pieces.items() if tensor in self._cut}
+            held = cut | set(self._ids.values())
+            self._held_by = sorted(held, key=lambda ids: (-len(ids), ids))
         return self._held_by
 
     @property
     def is_alone(self) -> bool:
         """Whether no other rank has a part in anything."""
-        return all(len(ids) == 1 for ids in self._all_ids())
+        return self.control() is None
 
     def verdict(
         self,
@@ -198,6 +272,7 @@ class Membership:
         return control.verdict(
             list(self._members(bounds, groups, assignments)),
             digest=self._digest(groups, assignments),
+            cohort=0 if self._step_group is None else int(self._known[1][:15], 16),
             describe=describe,
             failure=failure,
             moved=moved,
@@ -230,13 +305,16 @@ class Membership:
     def _fixed(self, tensor: Tensor, assignment: Assignment) -> str:
         control = self.control()
         assert control is not None
-        if self._ids[tensor] == control.ranks.ranks:
+        if self._step_group is None and self._ids[tensor] == control.ranks.ranks:
             return self._held_as(tensor, assignment)
         return f"{assignment.name}: {assignment.algorithm}; {tensor.dtype}"
 
-    def _held_as(self, tensor: Tensor, assignment: Assignment) -> str:
+    def _held_as(self, tensor: Tensor, assignment: Assignment, *, pieces: bool = False) -> str:
         share, owned = assignment.share, ""
-        if share is not None:
+        if share is not None and assignment.is_piece and not pieces:
+            assert share.copies is not None
+            owned = str(share.copies.rows)
+        elif share is not None:
             parts = (self._text_of(share.holding.weights), self._text_of(share.holding.states))
             owned = f"{parts} {[atom.owner for atom in share.atoms]}"
         return (
@@ -267,7 +345,7 @@ class Membership:
         for ids in [together, *sorted(own - {together})]:
             if ids in self._met:
                 continue
-            if ids == together:
+            if ids == together and self._step_group is None:
                 first, *others = self._lines(groups, assignments)
                 lines = [first] + [
                     line + self._weights_of(tensor) if self._ids[tensor] == ids else line
@@ -275,7 +353,14 @@ class Membership:
                 ]
             else:
                 mine = [tensor for tensor in tensors if self._ids[tensor] == ids]
-                lines = [self._held_as(t, assignments[t]) + self._weights_of(t) for t in mine]
+                lines = [self._common] + [
+                    self._held_as(t, assignments[t]) + self._weights_of(t) for t in mine
+                ]
+                lines += [
+                    self._held_as(t, assignments[t], pieces=True)
+                    for t in tensors
+                    if assignments[t].is_piece and self._pieces[t][1] == ids
+                ]
             digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
             agree(digest, lines.copy, self.ranks(ids))
             self._met.add(ids)
@@ -333,8 +418,6 @@ class Membership:
         if control is not None:
             control.confirm(failure)
 
-    # -- weights that all ranks hold ----------------------------------------------------------------
-
     def sharing(
         self,
         groups: Sequence[Mapping[str, Any]],
@@ -343,51 +426,19 @@ class Membership:
         ready: Mapping[int, int],
         after: int = -1,
     ) -> WeightSharing | None:
-        """Return what gives updated weights to those who did not update them; None: all did.
-
-        Args:
-            groups: the optimizer's.
-            assignments: what was decided for each parameter.
-            ready: by parameter, the task after which this rank's part is updated.
-            after: the last task that is an exchange; -1: there is none.
-        """
+        """Return what gives updated weights to those who did not update them; see `weight_sharing`."""
         tensors = [tensor for group in groups for tensor in group["params"]]
-        by_ranks: dict[Ids, list[tuple[Any, SharedWeight]]] = {}
-        first_turn: dict[Any, int] = {}
-        index_of = {tensor: index for index, tensor in enumerate(tensors)}
-        rows: dict[int, tuple[tuple[int, int, int], ...]] = {}
-        for turn, (tensor, assignment) in enumerate(assignments.items()):
-            share = assignment.share
-            if share is None or is_dtensor(tensor):
-                continue
-            states = share.holding.states  # many parameters have theirs in common
-            if id(states) not in rows:
-                rows[id(states)] = tuple((p, *b.rows) for p, b in enumerate(states) if b.numel)
-            # Equal shapes are updated together, so that they are ready together.
-            kind = (assignment.algorithm, assignment.shape)
-            weight = SharedWeight(
-                parameter=index_of[tensor],
-                rows=rows[id(states)],
-                row_bytes=bytes_of_row(assignment.shape, tensor.element_size()),
-            )
-            order = (first_turn.setdefault(kind, turn), turn)
-            by_ranks.setdefault(share.holding.ranks, []).append((order, weight))
-        shared = [
-            GroupSharing(
-                self.ranks(ids),
-                [weight for _, weight in sorted(found, key=lambda pair: pair[0])],
-                ready=ready,
-                device=tensors[found[0][1].parameter].device,
-                weight_of=lambda index: tensors[index].detach(),
-            )
-            for ids, found in sorted(by_ranks.items())
-        ]
-        return WeightSharing(shared, after=after) if shared else None
+        return weight_sharing(tensors, assignments, self.ranks, ready=ready, after=after)
 
 
 @lru_cache(maxsize=4096)
 def _all_of(shape: tuple[int, ...], num_ranks: int) -> tuple[Box, ...]:
     return (whole_box(shape),) * num_ranks
+
+
+@lru_cache(maxsize=4096)
+def _pieces_of(dim: int, piece: tuple[int, ...], num_pieces: int) -> tuple[Box, ...]:
+    return Sharding(dim=dim).boxes(piece, num_pieces)
 
 
 def _options(group: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from muonloom.assembly import Assembly
+from muonloom.assignment import Assignment, assign, refuse_unknown, whole_shapes
 from muonloom.binding import announce, only_makes_state
 from muonloom.config import HostPlacement, check_options
 from muonloom.device import Backend, backend_for
@@ -22,9 +23,7 @@ from muonloom.failures import (
     refuse_released,
 )
 from muonloom.groups import (
-    Assignment,
     as_groups,
-    assign,
     check_group,
     check_not_twice,
     named_members,
@@ -36,6 +35,7 @@ from muonloom.layout import Layout
 from muonloom.masters import MasterBook
 from muonloom.membership import Membership
 from muonloom.overlap import OverlapHandle, overlap_forward
+from muonloom.sharding import Sharding
 from muonloom.state import StateByParameter
 from muonloom.stepping import Stepping
 from muonloom.telemetry import PhaseClock, StepRecord, StepReport
@@ -91,6 +91,10 @@ class Muon(Stepping):
         process_group: the ranks that hold these parameters and get the same gradients; each updates a part
             of them, and keeps the state of that alone. None: all ranks, where `torch.distributed` is
             initialized; False: this rank is alone. Also an option of a group. DTensors go by their mesh.
+        sharding: by name, of plain tensors (no DTensors) that are pieces of a parameter, or that one rank
+            updates: how they lie on the ranks. The layout goes by the whole parameters.
+        step_group: the ranks that decide on each step together, where not all of them have the same
+            parameters (pipeline stages, experts of one's own). None: those that have parameters in common.
         engine: writes the device weights of the parameters that it holds; see `bind`.
         placement: where masters and momentum live: ``"device"``, ``"host"`` or a `HostPlacement`. The
             numbers are the same, bit for bit.
@@ -125,6 +129,8 @@ class Muon(Stepping):
         max_consecutive_skips: int = 20,
         free_gradients: bool = False,
         process_group: ProcessGroup | Literal[False] | None = None,
+        sharding: Mapping[str, Sharding] | None = None,
+        step_group: ProcessGroup | None = None,
         engine: ExpertEngine | None = None,
         placement: str | HostPlacement = "device",
     ) -> None:
@@ -172,7 +178,10 @@ class Muon(Stepping):
         self._gone, self._sentries = {}, []
         self._process_group = process_group
         alike = (ns_batch_bytes, skip_nonfinite, max_consecutive_skips)
-        self._membership = Membership(self._weights, common=f"optimizer: {alike}")
+        self._membership = Membership(
+            self._weights, common=f"optimizer: {alike}", step_group=step_group
+        )
+        self._sharding = dict(sharding or {})
         self._assembly = self._assemble()
         self._masters = MasterBook(self._assembly, self._weights)
         self._rate_was_given = adamw_lr is not None
@@ -187,6 +196,7 @@ class Muon(Stepping):
         self._is_built = True
         self.state = StateByParameter()
         try:
+            refuse_unknown(self._sharding, self._assignments.values())
             self._membership.share_out(self._assignments, claimed=self._claimed(engine))
             self._bind_known(engine)
             self._current_engine()
@@ -229,7 +239,10 @@ class Muon(Stepping):
         refuse_misplaced(param_group, owner=owner)
         check_not_twice(members, known=self._assignments, first=first)
         algorithm = param_group.get("algorithm")
-        assignments = assign(members, layout=self._layout, algorithm=algorithm, first=first)
+        pieces = whole_shapes(members, self._sharding)
+        assignments = assign(
+            members, layout=self._layout, algorithm=algorithm, first=first, pieces=pieces
+        )
         self._rate_was_given |= "adamw_lr" in param_group
         self._rate_was_given |= algorithm == "adamw" and "lr" in param_group
         defaults = {**self.defaults, **self._settings}
@@ -242,7 +255,8 @@ class Muon(Stepping):
                 super().add_param_group(half)
             for (_, tensor), assignment in zip(members, assignments, strict=True):
                 self._assignments[tensor] = assignment
-                self._membership.add(tensor, process_group)
+                sharding = self._sharding.get(assignment.name)
+                self._membership.add(tensor, process_group, sharding=sharding)
             if self._is_built:
                 self._membership.share_out(self._assignments, claimed=self._claimed(None))
                 self._bind_known()
@@ -356,6 +370,11 @@ class Muon(Stepping):
             self._assembly.settle()
             self._report = StepReport() if self._record is None else self._record.plain()
         return self._report
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was left out; unlike `last_step`, this waits for nothing."""
+        return self._record is not None and self._record.skipped
 
     def _take(self, record: StepRecord) -> None:
         self._record, self._report = record, None

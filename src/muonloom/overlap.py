@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from muonloom.assembly import Assembly
+from muonloom.assignment import Assignment
 from muonloom.errors import complaint
-from muonloom.groups import Assignment
 from muonloom.handles import RemovableContext
 
 

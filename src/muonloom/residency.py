@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muonloom.collectives import agree
-from muonloom.dtensors import is_dtensor, local_part
+from muonloom.dtensors import local_part
 from muonloom.engines import EngineBinding
 from muonloom.errors import complaint
 from muonloom.failures import refuse_released, refuse_torn, refuse_unusable
@@ -72,6 +72,7 @@ class MasterAccess(EngineBinding):
             rows: of dimension 0, for a part of a large one; None: all.
         """
         holding = self._spread(param)
+        self._refuse_pieces([param], "the complete master")
         if holding is None:
             master = self.get_full_parameter_master(param, rows=rows)
             assert master is not None
@@ -86,6 +87,19 @@ class MasterAccess(EngineBinding):
             ranks=self._membership.ranks(holding.ranks),
             device=local_part(param).device,
         )
+
+    def _refuse_pieces(self, params: Iterable[Tensor], what: str) -> None:
+        """Refuse what needs a whole parameter that is cut over ranks by `sharding`."""
+        for param in params:
+            if self._membership.is_cut(param):
+                raise ValueError(
+                    complaint(
+                        self._assignments[param].name,
+                        got=f"{what} of a parameter that sharding= cuts over ranks",
+                        wanted="a whole tensor, or a DTensor",
+                        remedy="Use own_state() and load_own_state() for the rows that this rank updates.",
+                    )
+                )
 
     def _require_drained(self, param: Tensor) -> None:
         assignment = self._assignment(param)
@@ -187,6 +201,7 @@ class MasterAccess(EngineBinding):
     def _editable(self, params: Iterable[Tensor] | None) -> dict[Tensor, str]:
         """Return names of these (None: all), which nobody reads or writes, and whose masters are right."""
         chosen = self._chosen(params)
+        self._refuse_pieces(chosen, "apply_to_masters()")
         refuse_released(self._released.values(), "apply_to_masters()")
         self.drain()
         refuse_torn(self._assembly.torn)
@@ -233,8 +248,9 @@ class MasterAccess(EngineBinding):
             agree(digest, lambda: lines, control.ranks)
 
     def _is_replicated(self, param: Tensor) -> bool:
-        """Whether all ranks hold the whole weight, and each updates a part of it."""
-        return self._assignments[param].share is not None and not is_dtensor(param)
+        """Whether several ranks hold the very tensor, and each updates a part of it."""
+        share = self._assignments[param].share
+        return share is not None and share.copies is not None
 
     def _share_weights(self, params: Sequence[Tensor]) -> None:
         """Give other ranks the rows that this one wrote of replicated weights, and take theirs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,15 @@ from muonloom.groups import check_group
 from muonloom.hollow import is_released
 from muonloom.membership import Membership
 from muonloom.release import DeviceRelease
-from muonloom.state import State, StateByParameter, aligned, lasting, portable, restored
+from muonloom.state import (
+    State,
+    StateByParameter,
+    aligned,
+    ensure_state,
+    lasting,
+    portable,
+    restored,
+)
 from muonloom.weights import DeviceWeights
 
 
@@ -26,6 +34,7 @@ class StateSaving(DeviceRelease):
     """The part of `Muon` that saves and loads."""
 
     _process_group: Any
+    _sharding: dict[str, Any]
 
     def _assemble(self) -> Assembly:
         raise AssertionError("the optimizer overrides this")
@@ -111,16 +120,7 @@ class StateSaving(DeviceRelease):
             return {**ordered, "state": {}}  # torch would copy all of it to the device first
 
         def restore(_: Optimizer) -> None:
-            groups = self._groups_by_parameter()
-            for param, saved in pairs:
-                if saved:
-                    saved = self._own_parts(param, saved)
-                    own, group = old.get(param, {}), groups[param]
-                    own = restored(param, saved, own, group, store=self._assembly)
-                    self._masters.restore(param, own, saved.get("master_weight"))
-                    self.state[param] = own
-                self._masters.doubt(param)
-            torn.extend(self._rewrite([param for param, _ in pairs]))
+            torn.extend(self._restore([(p, self._own_parts(p, saved)) for p, saved in pairs], old))
 
         # As hooks, so that the caller's own hooks see and change what they would with torch.
         with (
@@ -129,10 +129,81 @@ class StateSaving(DeviceRelease):
             _removed_after(self.register_load_state_dict_post_hook(restore, prepend=True)),
         ):
             super().load_state_dict(state_dict)
+        self._end_loading(torn)
+
+    def _restore(
+        self, pairs: Sequence[tuple[Tensor, Mapping[str, Any]]], old: Mapping[Tensor, State]
+    ) -> list[tuple[str, Exception]]:
+        """Take this rank's parts of saved state; return what could not be written from it, and why."""
+        groups = self._groups_by_parameter()
+        for param, saved in pairs:
+            if saved:
+                own, group = old.get(param, {}), groups[param]
+                own = restored(param, saved, own, group, store=self._assembly)
+                self._masters.restore(param, own, saved.get("master_weight"))
+                self.state[param] = own
+            self._masters.doubt(param)
+        return list(self._rewrite([param for param, _ in pairs]))
+
+    def _end_loading(self, torn: Sequence[tuple[str, Exception]]) -> None:
         self._drained = True
         self._assembly.torn[:] = [name for name, _ in torn]
         for _, failure in torn:
             raise failure
+
+    def updated_rows(self, param: Tensor) -> slice:
+        """Return which rows of dimension 0 of a tensor this rank updates; others share the work."""
+        self._assignment(param)
+        return self._weights.updated_rows(param)
+
+    # -- parts ---------------------------------------------------------------------------------------
+
+    def own_state(self, param: Tensor) -> tuple[slice, dict[str, Tensor]]:
+        """Return what this rank keeps of the state of a parameter that several ranks update, after `drain`.
+
+        Returns:
+            which rows of dimension 0 of the tensor it updates (maybe none); and its state of these: the
+            optimizer's own tensors, zero before the first step, but that masters are whole FP32 ones.
+
+        Raises:
+            ValueError: `param` is not the optimizer's.
+            RuntimeError: a failed step left a weight half written.
+            StaleMasterError: a weight that is half of its master was written from outside.
+        """
+        self._assignment(param)
+        self.drain()
+        refuse_torn(self._assembly.torn)
+        state = self.state[param]
+        with lasting():
+            self._masters.ensure(param, state)
+            ensure_state(param, state, self._groups_by_parameter()[param], store=self._assembly)
+        return self._weights.updated_rows(param), dict(self._shown(param, state))
+
+    def load_own_state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Take what `own_state` gave, for the same rows, once device weights hold what belongs to it.
+
+        Raises:
+            ValueError: a parameter is not the optimizer's, or state has another shape.
+        """
+        refuse_released(self._released.values(), "load_own_state()")
+        for param, saved in states.items():
+            known = self._assignment(param)
+            for key, value in saved.items():
+                wanted = () if key == "step" else known.part_shape
+                if tuple(value.shape) != wanted:
+                    raise ValueError(
+                        complaint(
+                            known.name,
+                            got=f"{key} of shape {tuple(value.shape)}",
+                            wanted=f"{wanted}, of the rows that this rank updates",
+                            remedy="See own_state().",
+                        )
+                    )
+        old = {param: dict(state) for param, state in self.state.items()}
+        self._assembly.quiesce()
+        with lasting():
+            torn = self._restore(list(states.items()), old)
+        self._end_loading(torn)
 
     def _own_parts(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return of saved state what this rank keeps."""
@@ -192,7 +263,7 @@ class StateSaving(DeviceRelease):
         if "_settings" not in state:
             return
         self._weights = DeviceWeights()
-        self._process_group = False
+        self._process_group, self._sharding = False, {}
         self._membership = Membership(self._weights, common="")
         for tensor in self._assignments:
             self._membership.add(tensor, False)

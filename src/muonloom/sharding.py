@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, order=True)
@@ -30,6 +31,13 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         """What cuts it out of the whole tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+    def in_rows(self, rows: tuple[int, int]) -> Box:
+        """Return the part of it that lies in some rows of dimension 0; maybe without rows."""
+        start = max(self.offsets[0], rows[0])
+        stop = min(self.offsets[0] + self.sizes[0], rows[1])
+        start = min(start, max(stop, self.offsets[0]))
+        return Box((start, *self.offsets[1:]), (max(0, stop - start), *self.sizes[1:]))
 
     def is_all_of(self, shape: Sequence[int]) -> bool:
         """Whether it is the whole tensor."""
@@ -59,6 +67,37 @@ def row_box(shape: Sequence[int], rows: tuple[int, int]) -> Box:
     """Return rows of dimension 0."""
     start, stop = rows
     return Box((start,) + (0,) * (len(shape) - 1), (stop - start, *shape[1:]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a plain tensor lies on ranks where it is no DTensor: tensor parallelism as in Megatron-Core.
+
+    Attributes:
+        process_group: ranks that hold one piece each of the whole parameter, all equal, side by side in
+            the group's order; None: it is whole.
+        dim: the dimension of the whole parameter that is cut over these ranks.
+        owner: of the ranks that hold the same tensor (the parameter's `process_group`), the position of the
+            one whose gradient is reduced, and that so keeps its state; None: chosen by cost.
+    """
+
+    process_group: Any = None
+    dim: int = 0
+    owner: int | None = None
+
+    def whole_shape(self, piece: Sequence[int], num_pieces: int) -> tuple[int, ...]:
+        """Return the shape of the parameter that pieces of this shape make up."""
+        return tuple(n * num_pieces if i == self.dim else n for i, n in enumerate(piece))
+
+    def boxes(self, piece: Sequence[int], num_pieces: int) -> tuple[Box, ...]:
+        """Return the pieces, in the group's order."""
+        step, sizes = piece[self.dim], tuple(piece)
+        offsets = ([0] * len(sizes) for _ in range(num_pieces))
+        found = []
+        for index, own in enumerate(offsets):
+            own[self.dim] = index * step
+            found.append(Box(tuple(own), sizes))
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,6 +175,11 @@ class DeviceWeights:
         """Have this rank update these rows of dimension 0 alone; other ranks update the others."""
         self._rows[parameter] = rows
 
+    def updated_rows(self, parameter: Tensor) -> slice:
+        """Return the rows of dimension 0 that this rank updates; all of a scalar."""
+        length = 1 if parameter.ndim == 0 else local_part(parameter).shape[0]
+        return slice(*self._rows.get(parameter, (0, length)))
+
     def part(self, parameter: Tensor) -> Tensor:
         """Return what of a parameter's storage this rank updates: for one rank, the parameter."""
         return self.own_rows(parameter, local_part(parameter))

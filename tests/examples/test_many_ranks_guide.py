@@ -39,7 +39,7 @@ def run(tmp_path, monkeypatch):
 
 def test_every_snippet_is_run():
     blocks = GUIDE.read_text(encoding="utf-8").count("```python\n")
-    assert len(SNIPPETS) == blocks == 6
+    assert len(SNIPPETS) == blocks == 7
 
 
 def test_ddp_divides_the_work_and_the_state(run):
@@ -47,6 +47,19 @@ def test_ddp_divides_the_work_and_the_state(run):
     assert run("ddp") == [
         "0 [((96, 64), 1)] 24576 24576\n",
         "1 [((64, 96), 1)] 24576 24576\n",
+    ]
+
+
+def test_pieces_are_updated_as_one_matrix_by_one_copy(run):
+    out = run("pieces")
+    assert sorted(line.split(" ", 1)[1] for line in out if "((96, 64), 1)" in line) == [
+        "[((96, 64), 1)] slice(0, 96, None)\n"
+    ]
+    assert [line.strip().endswith("slice(0, 96, None)") for line in out] == [
+        True,
+        True,
+        False,
+        False,
     ]
 
 

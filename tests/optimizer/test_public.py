@@ -20,6 +20,7 @@ PUBLIC = [
     "Layout",
     "LostRanksError",
     "Muon",
+    "Sharding",
     "StaleMasterError",
     "Writer",
     "__version__",
@@ -51,6 +52,7 @@ def test_the_other_arguments_and_their_defaults():
         "adamw_weight_decay": None, "momentum_dtype": torch.float32, "ns_method": "auto",
         "ns_compute_dtype": None, "ns_batch_bytes": "auto", "idle_matrices": "update",
         "skip_nonfinite": True, "max_consecutive_skips": 20, "process_group": None, "engine": None,
+        "sharding": None, "step_group": None,
         "placement": "device",
     }  # fmt: skip
     signature = inspect.signature(muonloom.Muon).parameters

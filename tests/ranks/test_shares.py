@@ -63,7 +63,7 @@ def shares_of(
                 weights=(whole_box(shape),) * num_ranks
                 if isinstance(mesh, int)
                 else _boxes(shape, *MESHES[mesh]),
-                is_dtensor=not isinstance(mesh, int),
+                as_held=not isinstance(mesh, int),
             )
             for shape, spec in entries
         ]
@@ -173,7 +173,7 @@ def test_parameters_that_come_later_go_to_those_with_less_to_do():
         ranks=(0, 1),
         position=0,
         weights=(whole_box((64, 64)),) * 2,
-        is_dtensor=False,
+        as_held=False,
     )
     owners = []
     for _ in range(4):  # each added by itself, as by add_param_group

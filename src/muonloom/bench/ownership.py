@@ -284,7 +284,7 @@ def _candidate(rule: Rule, num_ranks: int) -> Candidate:
         ranks=tuple(range(num_ranks)),
         position=0,
         weights=(whole_box(rule.shape),) * num_ranks,
-        is_dtensor=False,
+        as_held=False,
     )
 
 
@@ -340,7 +340,7 @@ def _sharded(rule: Rule, num_ranks: int) -> Candidate:
     chunk = -(-length // num_ranks)
     rows = [(min(i * chunk, length), min((i + 1) * chunk, length)) for i in range(num_ranks)]
     held = tuple(row_box(rule.shape, part) for part in rows)
-    return replace(_candidate(rule, num_ranks), weights=held, is_dtensor=True)
+    return replace(_candidate(rule, num_ranks), weights=held, as_held=True)
 
 
 def traffic_table(ranks: Sequence[int]) -> list[str]:
