@@ -236,6 +236,7 @@ def announce(
     store: Store,
     host_bytes: int | None,
     warn: bool,
+    is_stage: bool,
 ) -> None:
     """Log what was built in one line; warn of AdamW parameters that were probably not meant so.
 
@@ -246,10 +247,11 @@ def announce(
         store: where state comes from.
         host_bytes: of the slabs; None in device placement.
         warn: whether nobody gave AdamW a rate of its own.
+        is_stage: whether other ranks have other parameters, matrices maybe.
     """
     scalars = sum(assignment.algorithm == "adamw" for assignment in assignments.values())
     warning = rate_warning(groups, assignments) if warn else None
-    if scalars and scalars == len(assignments):
+    if scalars and scalars == len(assignments) and not is_stage:
         warning = (
             f"params: none of {scalars} parameters is a matrix, so AdamW updates all of them; "
             "wanted at least one matrix. Use torch.optim.AdamW, or check the layout."

@@ -207,6 +207,7 @@ class Muon(Stepping):
                 store=self._assembly,
                 host_bytes=self._assembly.host_bytes if self._assembly.host else None,
                 warn=not self._rate_was_given,
+                is_stage=step_group is not None,
             )
         except BaseException:
             self._give_back(self._assignments)

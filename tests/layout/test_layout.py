@@ -577,3 +577,14 @@ def test_transposed_convolutions_are_no_matrices() -> None:
         layout = Layout.from_model(model)
     assert layout["0.weight"].algorithm == "adamw"
     assert "transposed convolution" in layout["0.weight"].reason
+
+
+def test_numbers_make_no_kinds() -> None:
+    shapes = {
+        f"layers.{layer}.experts.fc1.weight{expert}": (4, 8)
+        for layer in range(2)
+        for expert in range(3)
+    }
+    assert {rule.kind for rule in Layout.from_shapes(shapes).values()} == {
+        "layers.*.experts.fc1.weight*"
+    }

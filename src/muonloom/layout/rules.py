@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ from muonloom.layout.blocks import BlockSpec
 Algorithm = Literal["muon", "adamw"]
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_GROUPED = re.compile(r"^(weight|bias)\d+$")
 
 
 def canonical_name(name: str) -> str:
@@ -19,8 +21,12 @@ def canonical_name(name: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Replace the numbers in a name: `layers.3.mlp.weight` is of the kind `layers.*.mlp.weight`."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    """Replace the numbers in a name: `layers.3.mlp.weight` is of the kind `layers.*.mlp.weight`.
+
+    So are those of grouped experts, which are a parameter each: `weight12` is of the kind `weight*`.
+    """
+    parts = (_GROUPED.sub(r"\1*", part) for part in name.split("."))
+    return ".".join("*" if part.isdigit() else part for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)

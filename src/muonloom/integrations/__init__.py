@@ -1,0 +1,1 @@
+"""Muon inside other training systems; each is imported by its own name only."""

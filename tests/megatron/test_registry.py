@@ -1,0 +1,175 @@
+"""``config.optimizer = "muonloom"``, as Megatron-Core makes and wraps it; and what is asked for first."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers import muon_utils
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.emerging_optimizers import get_muon_scale_factor
+from torch import Tensor
+
+from megatron.models import Tiny, build, initialize
+from megatron.pieces import gathered, pieces, weight
+from megatron.steps import optimizer_config
+from megatron.support import run_megatron
+from muonloom import muon_scale
+from muonloom.integrations.megatron import get_optimizer, register
+from muonloom.integrations.megatron.features import require_features
+from muonloom.integrations.megatron.options import muon_options
+from muonloom.math import expand_coefficients
+
+OPTIONS: dict[str, Any] = {"ns_compute_dtype": torch.float32, "heads_per_block": 1}
+SETTINGS = {"muon_extra_scale_factor": 0.2, "muon_coefficient_type": "simple", "clip_grad": 0.0}
+
+
+def trained(rank: int, tiny: Tiny, options: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Take three steps on drawn gradients; by Megatron's registry where there are options for it."""
+    initialize(tiny)
+    model = build(tiny)
+    if options is None:
+        optimizer = get_optimizer(optimizer_config(tiny, **SETTINGS), model, **OPTIONS)
+    else:
+        options = dict(options)
+        layer_wise = options.pop("layer_wise", False)
+        register(**OPTIONS, **options)
+        settings = {
+            **SETTINGS,
+            "optimizer": "muonloom",
+            "use_layer_wise_distributed_optimizer": layer_wise,
+        }
+        optimizer = get_megatron_optimizer(
+            optimizer_config(tiny, **settings), list(model), use_gloo_process_groups=False
+        )
+    for step in range(3):
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02 / (step + 1)  # as a scheduler does
+        for piece in pieces(model):
+            drawn = weight(f"gradient of {piece.name}", piece.whole_shape, step)
+            piece.parameter.main_grad.copy_(piece.of(drawn))
+        assert optimizer.step()[0]
+    return gathered(model)
+
+
+ARRANGEMENTS = {
+    "alone": (1, Tiny(kind="moe")),
+    "DP2": (2, Tiny(kind="gated")),
+    "TP2": (2, Tiny(tensor_parallel=2)),
+    "EP2": (2, Tiny(kind="moe", expert_parallel=2)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"placement": "host"}], ids=str)
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_the_registry_gives_the_same_weights(name: str, options: dict[str, Any]):
+    world, tiny = ARRANGEMENTS[name]
+    expected = run_megatron(world, trained, tiny, None)
+    for found, wanted in zip(run_megatron(world, trained, tiny, options), expected, strict=True):
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_the_registry_works_under_layer_wise_ownership(tensor_parallel: int):
+    tiny = Tiny(dtype=torch.bfloat16, tensor_parallel=tensor_parallel)
+    [expected, *_] = run_megatron(tensor_parallel, trained, tiny, None)
+    for found in run_megatron(tensor_parallel, trained, tiny, {"layer_wise": True}):
+        for key, wanted in expected.items():
+            # Masters here are off the ties of BF16 by one unit of FP32, Megatron's are not.
+            assert torch.allclose(found[key], wanted, rtol=2**-7, atol=2**-9), key
+
+
+def test_an_option_that_there_is_not_is_refused():
+    [text] = run_megatron(1, refused)
+    assert "no_such_option" in text
+
+
+def refused(rank: int) -> str:
+    with pytest.raises(TypeError) as error:
+        trained(rank, Tiny(), {"no_such_option": 1})
+    return str(error.value)
+
+
+# -- what is asked for first --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["module", "attribute"])
+def test_what_is_missing_is_named(missing: str, monkeypatch: pytest.MonkeyPatch):
+    actual = importlib.import_module
+
+    class Older:
+        __version__ = "0.16.0"
+
+    def find(name: str) -> Any:
+        if name == "megatron.core.optimizer.emerging_optimizers":
+            if missing == "module":
+                raise ImportError(name)
+            return Older
+        return Older if name == "megatron.core" else actual(name)
+
+    monkeypatch.setattr(importlib, "import_module", find)
+    with pytest.raises(ImportError, match=r"^megatron\.core: got .*emerging_optimizers") as error:
+        require_features()
+    assert "megatron-core 0.19" in str(error.value)
+    if missing == "attribute":
+        assert "0.16.0" in str(error.value)
+        assert "EmergingOptimizerEntry" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fp16", True),
+        ("loss_scale", 2.0),
+        ("decoupled_weight_decay", False),
+        ("use_precision_aware_optimizer", True),
+        ("optimizer_cpu_offload", True),
+        ("use_distributed_optimizer", True),
+        ("overlap_param_gather", True),
+        ("muon_scalar_optimizer", "lion"),
+        ("lr", None),
+        ("muon_scale_mode", "shape_scaling"),
+        ("muon_coefficient_type", "no such"),
+    ],
+)
+def test_what_has_no_equal_is_refused_by_name(name: str, value: Any):
+    config = OptimizerConfig(lr=0.1, muon_extra_scale_factor=0.2, muon_coefficient_type="simple")
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match=rf"^config\.{name}"):
+        muon_options(config, {})
+
+
+@pytest.mark.parametrize(
+    ("mode", "factor"), [("spectral", 0.2), ("shape_scaling", 1.0), ("unit_rms_norm", 1.0)]
+)
+@pytest.mark.parametrize("shape", [(64, 16), (16, 64), (32, 32)])
+def test_scales_are_megatrons(mode: str, factor: float, shape: tuple[int, int]):
+    config = OptimizerConfig(
+        lr=0.1,
+        muon_scale_mode=mode,
+        muon_extra_scale_factor=factor,
+        muon_coefficient_type="simple",
+    )
+    rule = muon_options(config, {})["adjust_lr_fn"]
+    assert muon_scale(*shape, rule) == pytest.approx(factor * get_muon_scale_factor(*shape, mode))
+
+
+@pytest.mark.parametrize("steps", [5, 7])
+def test_coefficients_are_megatrons(steps: int):
+    taken = 0
+    for kind, table in muon_utils._COEFFICIENT_SETS.items():
+        config = OptimizerConfig(lr=0.1, muon_extra_scale_factor=0.2, muon_coefficient_type=kind)
+        config.muon_num_ns_steps = steps
+        try:
+            ours = muon_options(config, {})["ns_coefficients"]
+        except ValueError:
+            continue
+        taken += 1
+        ends = "repeat_last" if kind == "polar_express" else "cycle"
+        theirs = muon_utils.get_coefficient_iterator(steps, table, ends)
+        for own, other in zip(expand_coefficients(ours, steps), theirs, strict=True):
+            assert own == pytest.approx(other, rel=1e-3), kind  # some are quoted with fewer digits
+    assert taken == 3
