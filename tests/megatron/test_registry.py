@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.emerging_optimizers import get_muon_scale_factor
 from torch import Tensor
 
+from megatron import test_resume
 from megatron.models import Tiny, build, initialize
 from megatron.pieces import gathered, pieces, weight
 from megatron.steps import optimizer_config
@@ -80,6 +83,114 @@ def test_the_registry_works_under_layer_wise_ownership(tensor_parallel: int):
         for key, wanted in expected.items():
             # Masters here are off the ties of BF16 by one unit of FP32, Megatron's are not.
             assert torch.allclose(found[key], wanted, rtol=2**-7, atol=2**-9), key
+
+
+# -- with BF16 weights, whose masters are Megatron's -------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "tiny", "options"),
+    [
+        (1, Tiny(), {}),
+        (2, Tiny(kind="gated"), {"placement": "host"}),
+        (2, Tiny(tensor_parallel=2), {}),
+        (2, Tiny(kind="moe", expert_parallel=2), {}),
+        (2, Tiny(buffers="whole"), {"layer_wise": True}),
+    ],
+    ids=["alone", "DP2", "TP2", "EP2", "layer-wise, DP2"],
+)
+def test_bfloat16_weights_are_the_same_within_a_rounding(
+    world: int, tiny: Tiny, options: dict[str, Any]
+):
+    tiny = replace(tiny, dtype=torch.bfloat16)
+    [expected, *_] = run_megatron(world, trained, tiny, None)
+    [found, *_] = run_megatron(world, trained, tiny, options)
+    for key, wanted in expected.items():
+        # As above; and one BF16 unit of three steps, each 2**-6 of a weight, is no difference in a step.
+        assert torch.allclose(found[key], wanted, rtol=2**-7, atol=2**-9), key
+        assert (found[key] == wanted).float().mean() > 0.98, key
+
+
+# -- checkpoints and schedules -----------------------------------------------------------------------
+
+
+def by_registry(config: Any, model: Any, *, layer_wise: bool = False, **options: Any) -> Any:
+    register("another name", **options)
+    config.optimizer = "another name"
+    config.use_layer_wise_distributed_optimizer = layer_wise
+    return get_megatron_optimizer(config, list(model), use_gloo_process_groups=False)
+
+
+def started(tiny: Tiny, options: dict[str, Any]) -> test_resume.Run:
+    test_resume.get_optimizer = by_registry  # this process ends with its rank
+    return test_resume.Run(tiny, options)
+
+
+def inner(optimizer: Any) -> Iterator[Any]:
+    """Yield each `muonloom.Muon` within Megatron-Core's wrappers."""
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if each is not optimizer:
+            yield from inner(each)
+        elif hasattr(each, "optimizer"):
+            yield each.optimizer.muon
+
+
+def inner_rates(run: test_resume.Run) -> set[tuple[float, float]]:
+    muons = list(inner(run.optimizer))
+    assert muons
+    return {(g["lr"], g["weight_decay"]) for muon in muons for g in muon.param_groups}
+
+
+def resumed(rank: int, tiny: Tiny, options: dict[str, Any], path: str) -> None:
+    whole = started(tiny, options)
+    whole.steps(0, 2)
+    whole.save(path)
+    expected = whole.steps(2, 2)
+    again = started(tiny, options)
+    again.load(path)
+    # At the end of the warm-up; matrices and norms.
+    decay = 0.1 + 0.1 * 2 / 10
+    assert inner_rates(again) == {(0.02, pytest.approx(decay)), (0.02, 0.0)}
+    assert again.steps(2, 2) == expected
+    weights = gathered(whole.model)
+    for name, tensor in gathered(again.model).items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+@pytest.mark.parametrize(
+    ("world", "tiny", "options"),
+    [
+        (1, Tiny(kind="moe"), {}),
+        (2, Tiny(tensor_parallel=2), {"placement": "host"}),
+        (2, Tiny(kind="moe", expert_parallel=2), {}),
+        (2, Tiny(kind="moe", expert_parallel=2, dtype=torch.bfloat16), {"placement": "host"}),
+        (1, Tiny(dtype=torch.bfloat16), {"layer_wise": True}),
+        (2, Tiny(dtype=torch.bfloat16, buffers="whole"), {"layer_wise": True}),
+    ],
+    ids=["alone", "TP2, host", "EP2", "EP2, BF16, host", "layer-wise", "layer-wise, DP2"],
+)
+def test_a_registered_run_goes_on_bit_for_bit(
+    world: int, tiny: Tiny, options: dict[str, Any], tmp_path: Any
+):
+    run_megatron(world, resumed, tiny, {"heads_per_block": 1, **options}, str(tmp_path / "saved"))
+
+
+def went_on(rank: int, tiny: Tiny, path: str, is_first: bool) -> list[float]:
+    run = started(tiny, {"heads_per_block": 1})
+    if is_first:
+        run.steps(0, 3)
+        run.save(path)
+    else:
+        run.load(path)
+    return run.steps(3, 3)
+
+
+def test_a_registered_run_is_loaded_by_other_ranks(tmp_path: Any):
+    path = str(tmp_path / "saved")
+    [losses, *_] = run_megatron(2, went_on, Tiny(kind="gated", tensor_parallel=2), path, True)
+    for world in (1, 2):
+        [found, *_] = run_megatron(world, went_on, Tiny(kind="gated"), path, False)
+        assert found == pytest.approx(losses, rel=1e-5)  # sums in another order
 
 
 def test_an_option_that_there_is_not_is_refused():

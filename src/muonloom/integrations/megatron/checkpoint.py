@@ -39,11 +39,6 @@ def sharded_state(
     state: dict[str, dict[str, list[ShardedTensor]]] = {}
     steps: dict[str, float] = {}
     for index, (param, (name, is_counted_once)) in enumerate(params.items()):
-        if is_empty(muon.updated_rows(param)):
-            continue
-        rows, own = muon.own_state(param)
-        if "step" in own:
-            steps[name] = float(own.pop("step"))
         if index not in entries:
             raise ValueError(
                 complaint(
@@ -53,6 +48,11 @@ def sharded_state(
                     remedy="Make that by sharded_state_dict(), whose tensors are the parameters.",
                 )
             )
+        if is_empty(muon.updated_rows(param)):
+            continue
+        rows, own = muon.own_state(param)
+        if "step" in own:
+            steps[name] = float(own.pop("step"))
         state[name] = {
             key: list(_sharded(entries[index], key, tensor, rows, name, is_counted_once))
             for key, tensor in own.items()
@@ -93,6 +93,7 @@ def is_empty(rows: slice) -> bool:
 def _identified(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a scheduler changes of a group, with what tells it from others in all arrangements."""
     key = {name: group.get(name) for name in (*param_group_identifier_keys, "algorithm")}
+    del key["is_expert_parallel"]  # which of one rank's experts are not
     return {"key": key, **{name: float(group[name]) for name in _OPTIONS}}
 
 
@@ -135,13 +136,13 @@ def _pieces(entry: Any, name: str) -> Iterator[tuple[ShardedTensor, int]]:
     covered = 0
     for piece in nested_values(replace(entry, data=probe).build()):
         row = piece.data.storage_offset() // max(1, probe.stride(0))
-        covered += piece.data.numel()
-        if (
-            piece.data.untyped_storage()._cdata != probe.untyped_storage()._cdata
-            or row * probe.stride(0) != piece.data.storage_offset()
-        ):
+        is_view = piece.data.untyped_storage()._cdata == probe.untyped_storage()._cdata
+        is_at_row = row * probe.stride(0) == piece.data.storage_offset()
+        is_run = piece.data.is_contiguous() and piece.data.shape[1:] == probe.shape[1:]
+        if not (is_view and is_at_row and is_run):
             covered = -1
             break
+        covered += piece.data.numel()
         yield piece, row
     if covered != probe.numel():
         raise ValueError(
