@@ -91,13 +91,12 @@ def test_the_registry_works_under_layer_wise_ownership(tensor_parallel: int):
 @pytest.mark.parametrize(
     ("world", "tiny", "options"),
     [
-        (1, Tiny(), {}),
         (2, Tiny(kind="gated"), {"placement": "host"}),
         (2, Tiny(tensor_parallel=2), {}),
         (2, Tiny(kind="moe", expert_parallel=2), {}),
         (2, Tiny(buffers="whole"), {"layer_wise": True}),
     ],
-    ids=["alone", "DP2", "TP2", "EP2", "layer-wise, DP2"],
+    ids=["DP2", "TP2", "EP2", "layer-wise, DP2"],
 )
 def test_bfloat16_weights_are_the_same_within_a_rounding(
     world: int, tiny: Tiny, options: dict[str, Any]
@@ -106,7 +105,7 @@ def test_bfloat16_weights_are_the_same_within_a_rounding(
     [expected, *_] = run_megatron(world, trained, tiny, None)
     [found, *_] = run_megatron(world, trained, tiny, options)
     for key, wanted in expected.items():
-        # As above; and one BF16 unit of three steps, each 2**-6 of a weight, is no difference in a step.
+        # As above: one rounding of BF16 in a few of a thousand weights.
         assert torch.allclose(found[key], wanted, rtol=2**-7, atol=2**-9), key
         assert (found[key] == wanted).float().mean() > 0.98, key
 
@@ -138,7 +137,8 @@ def inner(optimizer: Any) -> Iterator[Any]:
 def inner_rates(run: test_resume.Run) -> set[tuple[float, float]]:
     muons = list(inner(run.optimizer))
     assert muons
-    return {(g["lr"], g["weight_decay"]) for muon in muons for g in muon.param_groups}
+    groups = [group for muon in muons for group in muon.param_groups]
+    return {(round(group["lr"], 9), round(group["weight_decay"], 9)) for group in groups}
 
 
 def resumed(rank: int, tiny: Tiny, options: dict[str, Any], path: str) -> None:
@@ -148,9 +148,8 @@ def resumed(rank: int, tiny: Tiny, options: dict[str, Any], path: str) -> None:
     expected = whole.steps(2, 2)
     again = started(tiny, options)
     again.load(path)
-    # At the end of the warm-up; matrices and norms.
-    decay = 0.1 + 0.1 * 2 / 10
-    assert inner_rates(again) == {(0.02, pytest.approx(decay)), (0.02, 0.0)}
+    # The end of the warm-up; of matrices, and of norms, which may be other ranks'.
+    assert {(0.02, 0.12)} <= inner_rates(again) <= {(0.02, 0.12), (0.02, 0.0)}
     assert again.steps(2, 2) == expected
     weights = gathered(whole.model)
     for name, tensor in gathered(again.model).items():
@@ -160,14 +159,13 @@ def resumed(rank: int, tiny: Tiny, options: dict[str, Any], path: str) -> None:
 @pytest.mark.parametrize(
     ("world", "tiny", "options"),
     [
-        (1, Tiny(kind="moe"), {}),
         (2, Tiny(tensor_parallel=2), {"placement": "host"}),
         (2, Tiny(kind="moe", expert_parallel=2), {}),
         (2, Tiny(kind="moe", expert_parallel=2, dtype=torch.bfloat16), {"placement": "host"}),
         (1, Tiny(dtype=torch.bfloat16), {"layer_wise": True}),
         (2, Tiny(dtype=torch.bfloat16, buffers="whole"), {"layer_wise": True}),
     ],
-    ids=["alone", "TP2, host", "EP2", "EP2, BF16, host", "layer-wise", "layer-wise, DP2"],
+    ids=["TP2, host", "EP2", "EP2, BF16, host", "layer-wise", "layer-wise, DP2"],
 )
 def test_a_registered_run_goes_on_bit_for_bit(
     world: int, tiny: Tiny, options: dict[str, Any], tmp_path: Any

@@ -21,7 +21,7 @@ from muonloom import Muon, Sharding
 from muonloom.errors import complaint
 from muonloom.integrations.megatron.checkpoint import is_empty, load_sharded, sharded_state
 from muonloom.integrations.megatron.layout import Described, describe
-from muonloom.integrations.megatron.options import first_rates, muon_options
+from muonloom.integrations.megatron.options import group_options, muon_options
 
 
 def get_optimizer(
@@ -141,8 +141,17 @@ def _parts(
     config: OptimizerConfig,
 ) -> Iterable[dict[str, Any]]:
     """Yield Megatron's group as groups whose ranks are the same."""
-    options = {key: value for key, value in group.items() if key != "params"}
-    options |= first_rates(group, config)
+    options = group_options(group, config)
+    if group["params"] and options.get("optimizer") not in (None, config.optimizer):
+        name = known[group["params"][0]].name
+        raise ValueError(
+            complaint(
+                "config_overrides",
+                got=f"optimizer={options['optimizer']!r} for {name}",
+                wanted="one optimizer for all",
+                remedy="Pass overrides={name: 'adamw'} to get_optimizer().",
+            )
+        )
     by_ranks: dict[Any, list[tuple[str, Tensor]]] = {}
     for param in group["params"]:
         if param in known:

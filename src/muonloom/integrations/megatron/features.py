@@ -8,8 +8,22 @@ from muonloom.errors import complaint
 
 _WANTED = "megatron-core 0.19.x"
 _FEATURES = {
-    "megatron.core.optimizer": ("_get_param_groups", "get_standard_config_overrides"),
-    "megatron.core.optimizer.optimizer": ("FP32Optimizer", "copy_optimizer_param_metadata"),
+    "megatron.core.optimizer": (
+        "OptimizerConfig",
+        "_get_param_groups",
+        "get_standard_config_overrides",
+    ),
+    "megatron.core.optimizer.optimizer": (
+        "FP32Optimizer",
+        "copy_optimizer_param_metadata",
+        "param_group_identifier_keys",
+    ),
+    "megatron.core.transformer.attention": ("Attention",),
+    "megatron.core.transformer.mlp": ("MLP",),
+    "megatron.core.transformer.module": ("MegatronModule",),
+    "megatron.core.transformer.moe.experts": ("SequentialMLP", "TEGroupedMLP"),
+    "megatron.core.transformer.moe.shared_experts": ("FusedSharedExpertMLP",),
+    "megatron.core.utils": ("get_pg_rank", "get_pg_size"),
     "megatron.core.optimizer.emerging_optimizers": (
         "_EMERGING_OPTIMIZERS",
         "EmergingOptimizerEntry",

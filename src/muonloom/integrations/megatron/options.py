@@ -72,10 +72,14 @@ def muon_options(config: OptimizerConfig, given: Mapping[str, Any]) -> dict[str,
     return found
 
 
-def first_rates(group: Mapping[str, Any], config: OptimizerConfig) -> dict[str, float]:
-    """Return what a Megatron group begins with, before a scheduler's first step."""
-    rate = config.lr if group.get("max_lr") is None else group["max_lr"]
-    return {"lr": rate, "weight_decay": config.weight_decay * group.get("wd_mult", 1.0)}
+def group_options(group: Mapping[str, Any], config: OptimizerConfig) -> dict[str, Any]:
+    """Return a Megatron group, but its parameters, as one of `Muon` before a scheduler's first step."""
+    found = {key: value for key, value in group.items() if key not in ("params", "eps")}
+    found["lr"] = config.lr if group.get("max_lr") is None else group["max_lr"]
+    found["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+    if "eps" in group:
+        found["adamw_eps"] = group["eps"]  # Megatron means Adam's; Muon's is that of a norm
+    return found
 
 
 def _refuse(config: OptimizerConfig) -> None:

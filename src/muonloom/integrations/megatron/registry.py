@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from muonloom import Muon, Sharding
 from muonloom.integrations.megatron.layout import describe
-from muonloom.integrations.megatron.options import LAYOUT_OPTIONS, first_rates, muon_options
+from muonloom.integrations.megatron.options import LAYOUT_OPTIONS, group_options, muon_options
 
 _SCHEDULED = ("lr", "weight_decay")
 
@@ -78,7 +78,8 @@ class RegisteredMuon(Optimizer):
         )
         self._muon: Muon | None = None
         defaults = {key: self._options[key] for key in _SCHEDULED}
-        super().__init__([{**group, **first_rates(group, config)} for group in params], defaults)
+        groups = [{**group_options(group, config), "params": group["params"]} for group in params]
+        super().__init__(groups, defaults)
 
     @property
     def muon(self) -> Muon:
