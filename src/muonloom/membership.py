@@ -210,9 +210,10 @@ class Membership:
         """Return those who step together: the largest group that holds all others, else everybody."""
         if self._step_group is not None:
             if self._consensus is None:
-                ranks = Ranks(self._step_group)
+                ids = tuple(dist.get_process_group_ranks(self._step_group))
+                self._given.setdefault(ids, self._step_group)
                 device = next((tensor.device for tensor in self._ids), _CPU)
-                self._consensus = Consensus(ranks, device)
+                self._consensus = Consensus(self.ranks(ids), device)
             return self._consensus if self._consensus.ranks.size > 1 else None
         found = self._all_ids()
         if not found or len(found[0]) == 1:

@@ -121,6 +121,9 @@ def resumed(rank: int, tiny: Tiny, options: dict[str, Any], path: str) -> None:
     rates = {group["lr"] for group in again.optimizer.param_groups}
     assert rates == {0.02}  # the warm-up's end, not where it began
     assert again.steps(2, 2) == expected
+    again.scheduler.num_steps = 0  # Megatron's adds what it loads
+    again.load(path)  # into what has stepped, too
+    assert again.steps(2, 2) == expected
     for name, tensor in gathered(whole.model).items():
         assert torch.equal(tensor, gathered(again.model)[name]), name
     first, second = whole.state(), again.state()

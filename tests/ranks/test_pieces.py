@@ -194,6 +194,7 @@ def stages(rank: int, trouble: str) -> dict[str, Any]:
         "skipped": opt.skipped,
         "norm": opt.last_step["grad_norm"],
         "same": same,
+        "control": opt.last_step["control_bytes"],
         "told": told,
     }
 
@@ -207,6 +208,7 @@ def test_ranks_with_parameters_of_their_own_step_together():
     )
     for rank, result in enumerate(found):
         assert not result["skipped"]
+        assert result["control"] == 64
         assert result["norm"] == pytest.approx(squares**0.5, rel=1e-6)
         assert not any(result["same"].values()), rank
 

@@ -39,6 +39,16 @@ def muon_options(config: OptimizerConfig, given: Mapping[str, Any]) -> dict[str,
         ValueError: an option of `config` that has no equal here.
     """
     _refuse(config)
+    for name in ("lr", "adamw_lr", "weight_decay", "adamw_weight_decay"):
+        if name in given:
+            raise ValueError(
+                complaint(
+                    name,
+                    got="an option of get_optimizer()",
+                    wanted="what Megatron's groups say",
+                    remedy="Set it in config, or by config_overrides=.",
+                )
+            )
     found = {
         "lr": config.lr,
         "adamw_lr": config.lr,
