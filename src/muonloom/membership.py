@@ -34,6 +34,7 @@ from muonloom.weights import DeviceWeights
 Ids = tuple[int, ...]
 
 _CPU = torch.device("cpu")
+_STEP: Ids = (-1,)  # the group that steps together, among others
 
 # Of each weight, when ranks meet: those that were not made equal differ in all of them.
 _COMPARED_WORDS = 64
@@ -210,10 +211,11 @@ class Membership:
         """Return those who step together: the largest group that holds all others, else everybody."""
         if self._step_group is not None:
             if self._consensus is None:
-                ids = tuple(dist.get_process_group_ranks(self._step_group))
-                self._given.setdefault(ids, self._step_group)
+                # Another group of the same ranks may have another timeout.
+                ranks = self._groups[_STEP] = Ranks(self._step_group)
+                self._sent_before[_STEP] = replace(ranks.traffic)
                 device = next((tensor.device for tensor in self._ids), _CPU)
-                self._consensus = Consensus(self.ranks(ids), device)
+                self._consensus = Consensus(ranks, device)
             return self._consensus if self._consensus.ranks.size > 1 else None
         found = self._all_ids()
         if not found or len(found[0]) == 1:
