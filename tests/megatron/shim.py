@@ -32,12 +32,16 @@ OVER_CALLS = (
 if not hasattr(typing, "override"):  # Python 3.11, where emerging-optimizers wants it
     typing.override = typing_extensions.override
 
+# Megatron-Core puts its own in place of this; whoever unpickled a tensor of ours would have to import it.
+_load_from_bytes = torch.storage._load_from_bytes
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import optimizer  # noqa: F401
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.models import gpt  # noqa: F401
     from megatron.core.tensor_parallel import random
+torch.storage._load_from_bytes = _load_from_bytes
 
 
 class Stream:
