@@ -21,7 +21,6 @@ from muonloom.collectives import Ranks, Traffic, agree, ranks_of
 from muonloom.config import AdamWOptions, MuonOptions
 from muonloom.consensus import Consensus, Member
 from muonloom.dtensors import boxes, is_dtensor, local_part, mesh_ranks
-from muonloom.errors import complaint
 from muonloom.guard import Verdict, inspect_gradients
 from muonloom.layout import restricted, row_atoms, stitched
 from muonloom.ownership import Candidate, Ledger
@@ -121,24 +120,16 @@ class Membership:
         for tensor, assignment in assignments.items():
             if assignment.is_piece and assignment.share is None:
                 assignments[tensor] = self._by_itself(tensor, assignment)
+        self._cut = {tensor for tensor, each in assignments.items() if each.is_piece}
         fresh = [
             tensor
             for tensor, assignment in assignments.items()
             if assignment.share is None
             and (assignment.is_piece or len(self._ids.get(tensor, ())) > 1)
-            and (is_dtensor(tensor) or (tensor.ndim and tensor not in claimed))
+            and (
+                is_dtensor(tensor) or assignment.is_piece or (tensor.ndim and tensor not in claimed)
+            )
         ]
-        self._cut = {tensor for tensor, each in assignments.items() if each.is_piece}
-        for tensor in self._cut:
-            if tensor in claimed:
-                raise ValueError(
-                    complaint(
-                        assignments[tensor].name,
-                        got="a writer for a piece of a matrix that sharding= cuts over ranks",
-                        wanted="whole matrices on the rank",
-                        remedy="Keep expert tensor parallelism at 1, or the engine away from it.",
-                    )
-                )
         self._forget_groups()
         candidates = [self._candidate(tensor, assignments[tensor]) for tensor in fresh]
         for tensor, share in zip(fresh, self._ledger.share(candidates), strict=True):

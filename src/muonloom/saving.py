@@ -19,6 +19,7 @@ from muonloom.hollow import is_released
 from muonloom.membership import Membership
 from muonloom.release import DeviceRelease
 from muonloom.state import (
+    STATE_KEYS,
     State,
     StateByParameter,
     aligned,
@@ -170,13 +171,16 @@ class StateSaving(DeviceRelease):
             RuntimeError: a failed step left a weight half written.
             StaleMasterError: a weight that is half of its master was written from outside.
         """
-        self._assignment(param)
+        known = self._assignment(param)
         self.drain()
         refuse_torn(self._assembly.torn)
         state = self.state[param]
         with lasting():
             self._masters.ensure(param, state)
-            ensure_state(param, state, self._groups_by_parameter()[param], store=self._assembly)
+            if not state.keys() >= set(STATE_KEYS[known.algorithm]):
+                # Looked up only here: that takes a look at all parameters.
+                group = self._groups_by_parameter()[param]
+                ensure_state(param, state, group, store=self._assembly)
         return self._weights.updated_rows(param), dict(self._shown(param, state))
 
     def load_own_state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:

@@ -20,6 +20,7 @@ from muonloom.layout import canonical_name
 State = dict[str, Tensor]
 
 MASTER_KEYS = ("master_weight", "master_low")
+STATE_KEYS = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq", "step")}
 """The two forms of a master: whole, or what the BF16 weight lacks."""
 
 
@@ -90,10 +91,9 @@ def ensure_state(
 
 def state_dtypes(group: Mapping[str, Any], *, has_master: bool) -> dict[str, torch.dtype]:
     """Return the keys that the state of a parameter has, with their dtypes."""
-    if group["algorithm"] == "muon":
-        dtypes = {"momentum_buffer": group["momentum_dtype"]}
-    else:
-        dtypes = dict.fromkeys(("exp_avg", "exp_avg_sq", "step"), torch.float32)
+    is_muon = group["algorithm"] == "muon"
+    dtype = group["momentum_dtype"] if is_muon else torch.float32
+    dtypes = dict.fromkeys(STATE_KEYS[group["algorithm"]], dtype)
     if has_master:
         dtypes["master_weight"] = torch.float32
     return dtypes

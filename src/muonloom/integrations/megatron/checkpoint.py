@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
@@ -19,6 +18,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
 from muonloom import Muon
+from muonloom.collectives import Ranks
 from muonloom.errors import complaint
 
 _MEGATRON_KEYS = {"master_weight": "fp32_param"}
@@ -57,7 +57,9 @@ def sharded_state(
             key: list(_sharded(entries[index], key, tensor, rows, name, is_counted_once))
             for key, tensor in own.items()
         }
-    everything = _gathered((steps, [_identified(group) for group in muon.param_groups]))
+    everything = Ranks().gather_objects(
+        (steps, [_identified(group) for group in muon.param_groups])
+    )
     return {
         "state": state,
         "adamw_steps": {name: step for steps, _ in everything for name, step in steps.items()},
@@ -153,9 +155,3 @@ def _pieces(entry: Any, name: str) -> Iterator[tuple[ShardedTensor, int]]:
                 remedy="Have it updated by another optimizer, or save by muonloom.checkpoint.",
             )
         )
-
-
-def _gathered(thing: Any) -> list[Any]:
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, thing)
-    return found
